@@ -1,0 +1,153 @@
+"""The engine's loop: requests in, one step, outputs out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeAlias
+
+from sol.engine.scheduler import Scheduler
+from sol.engine.types import EngineInfo, EngineOutput, EngineRequest, RequestOutput, SchedulerOutput, StepOutput
+from sol.errors import EngineDeadError, RequestError, SolError
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Whoever computes a plan. It holds the requests of the plans so far until a plan removes them."""
+
+    def execute(self, plan: SchedulerOutput) -> StepOutput: ...
+
+
+@dataclass(slots=True)
+class _Abort:
+    request_id: str
+
+
+@dataclass(slots=True)
+class _Refusal:
+    request_id: str
+    message: str
+
+
+_Item: TypeAlias = EngineRequest | _Abort | _Refusal | None
+
+
+class EngineCore:
+    """A scheduler and a runner.
+
+    `add`, `abort`, `refuse` and `wake` may be called from any thread, everything else from one.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo) -> None:
+        self.info = info
+        self.dead: EngineDeadError | None = None
+        """Set once a step has failed; from then on every step raises it."""
+        self._scheduler = scheduler
+        self._runner = runner
+        self._inbox: SimpleQueue[_Item] = SimpleQueue()
+        self._awaited: list[_Item] = []
+        """What `wait` has taken from the inbox; it comes before the rest."""
+
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            self._inbox.put(request)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Each request that is still there gets a last output with `finish_reason` "abort"; unknown ids are ignored."""
+        for request_id in request_ids:
+            self._inbox.put(_Abort(request_id))
+
+    def refuse(self, request_id: str, message: str) -> None:
+        """Answer a request that could not even be read with an error."""
+        self._inbox.put(_Refusal(request_id, message))
+
+    def wake(self) -> None:
+        """Let `wait` return."""
+        self._inbox.put(None)
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_unfinished or bool(self._awaited) or not self._inbox.empty()
+
+    def wait(self) -> None:
+        """Block until there is something to do, or `wake` is called."""
+        if not (self._scheduler.has_unfinished or self._awaited):
+            self._awaited.append(self._inbox.get())
+
+    def step(self) -> EngineOutput:
+        """Take in what has arrived, and compute one step if any request is unfinished.
+
+        If the step fails, every open request gets a last output with `finish_reason` "error", and the next call
+        raises `EngineDeadError`. A request that cannot be answered fails alone.
+        """
+        if self.dead is not None:
+            raise self.dead
+        outputs = self._take_in()
+        computed = 0
+        if self._scheduler.has_unfinished:
+            try:
+                plan = self._scheduler.schedule()
+                outputs += self._scheduler.update_from_output(plan, self._runner.execute(plan))
+                computed = sum(plan.num_scheduled_tokens.values())
+            except Exception as error:
+                logger.exception("the engine failed in a step")
+                self.dead = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
+                outputs += self._scheduler.finish_all("error", self.dead.message)
+            except BaseException:
+                # Interrupted in the middle: blocks are published that were perhaps never computed.
+                self.dead = EngineDeadError("the engine was interrupted in the middle of a step")
+                raise
+        stats = self._scheduler.take_stats()
+        stats.iteration_tokens = computed
+        return EngineOutput(outputs=outputs, stats=stats)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if the engine's books contradict each other. Between steps only."""
+        self._scheduler.check_integrity()
+
+    def _take_in(self) -> list[RequestOutput]:
+        items, self._awaited = self._awaited, []
+        with contextlib.suppress(Empty):
+            while True:
+                items.append(self._inbox.get_nowait())
+        outputs = []
+        for item in items:
+            if isinstance(item, EngineRequest):
+                output = self._add(item)
+            elif isinstance(item, _Abort):
+                output = self._scheduler.finish(item.request_id, "abort")
+            elif isinstance(item, _Refusal):
+                output = _failure(item.request_id, item.message)
+            else:
+                continue
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _add(self, request: EngineRequest) -> RequestOutput | None:
+        try:
+            _check_tokens(request, self.info.vocab_size)
+            self._scheduler.add(request)
+        except SolError as error:
+            # Outputs go by id, so of two requests with one id neither could be answered: the earlier one ends too.
+            return self._scheduler.finish(request.request_id, "error", error.message) or _failure(
+                request.request_id, error.message
+            )
+        return None
+
+
+def _check_tokens(request: EngineRequest, vocab_size: int) -> None:
+    request.params.check_vocabulary(vocab_size)
+    for token_id in request.prompt_token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"prompt: token id {token_id} is not in the vocabulary of {vocab_size} tokens", param="prompt"
+            )
+
+
+def _failure(request_id: str, message: str) -> RequestOutput:
+    return RequestOutput(request_id=request_id, new_token_ids=[], finish_reason="error", error=message)

@@ -1,0 +1,103 @@
+"""A request as the engine sees it: its tokens, how far their KV cache is computed, and when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sol.engine.types import EngineRequest
+from sol.errors import ContextLengthError, RequestError
+from sol.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """State of one request between `add` and its last output. Only the scheduler changes it."""
+
+    request_id: str
+    token_ids: list[int]
+    """The prompt, then everything generated."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    choice_index: int
+    eos_token_ids: list[int]
+    max_num_tokens: int
+    """Prompt and output together, by `max_tokens` and by the model's length."""
+    sequence: int
+    """Place in the order of arrival; a smaller one is older."""
+    num_computed_tokens: int = 0
+    """The KV cache of so many leading tokens is computed once the steps planned so far have run."""
+    prefilling: bool = True
+    """No step since it was given its place reaches its last token, so none samples it."""
+    block_ids: list[int] = field(default_factory=list)
+    """The block table. Empty while it waits."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Of the leading full blocks, as far as anyone asked; they belong to the tokens and outlive a preemption."""
+    num_published_blocks: int = 0
+    """So many leading blocks of the table have been offered to the prefix cache, or came from there."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens found when it was first given a place; None before that."""
+    scheduled_time: float = 0.0
+    first_token_time: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def append(self, token_id: int) -> Literal["stop", "length"] | None:
+        """Add a sampled token; the reason if it is the last one.
+
+        End and stop tokens count once `min_tokens` tokens are out (the sampler masks them before that).
+        """
+        self.token_ids.append(token_id)
+        params = self.params
+        if self.num_output_tokens >= params.min_tokens and (
+            self._is_end(token_id) or token_id in params.stop_token_ids
+        ):
+            return "stop"
+        return "length" if self.num_tokens >= self.max_num_tokens else None
+
+    def stop_token(self) -> int | None:
+        """The member of `stop_token_ids` that the request ended with; None if it was one of the model's end tokens."""
+        last = self.token_ids[-1]
+        return None if self._is_end(last) else last
+
+    def _is_end(self, token_id: int) -> bool:
+        return token_id in self.eos_token_ids and not self.params.ignore_eos
+
+
+def make_request(wanted: EngineRequest, *, max_model_len: int, sequence: int) -> Request:
+    """Check what the scheduler relies on. Raises `RequestError` for a prompt that can never be answered."""
+    length = len(wanted.prompt_token_ids)
+    if length == 0:
+        raise RequestError("prompt is empty: give at least one token", param="prompt")
+    if length >= max_model_len:
+        raise ContextLengthError(
+            f"prompt has {length} tokens, but this model's length is {max_model_len} and at least one token is for "
+            f"the output: shorten the prompt to {max_model_len - 1} tokens or start the engine with a larger "
+            "max_model_len",
+            param="prompt",
+        )
+    limit = max_model_len
+    if wanted.params.max_tokens is not None:
+        limit = min(limit, length + wanted.params.max_tokens)
+    return Request(
+        request_id=wanted.request_id,
+        token_ids=list(wanted.prompt_token_ids),
+        num_prompt_tokens=length,
+        params=wanted.params,
+        seed=wanted.seed,
+        choice_index=wanted.choice_index,
+        eos_token_ids=wanted.eos_token_ids,
+        max_num_tokens=limit,
+        sequence=sequence,
+    )

@@ -1,0 +1,333 @@
+"""What each step computes.
+
+There are no phases. A request has tokens (its prompt and what it has generated) and the KV cache of some of them;
+each step moves `num_computed_tokens` toward the number of tokens, as far as the step's budget goes. A first prompt, a
+chunk of one, what a prefix hit leaves over, the resumption after a preemption and the next token of a running stream
+are the same rule. When a step reaches a request's last token, the runner samples the next one.
+
+Running requests come first, in order of arrival, then waiting ones, first come first served. All running requests are
+older than all waiting ones; everything below keeps it so.
+
+Memory: a request gets the blocks of all the tokens it has when it is admitted, so a prefill never stops half-way for
+want of blocks; after that it needs one more each `block_size` generated tokens. If none is free, the youngest running
+request is preempted: its blocks are freed, its tokens kept, and its KV cache is computed again later (or found). The
+youngest itself waits with the blocks it has. The oldest always gets what it needs, because the pool holds at least one
+request of the model's full length; so everything finishes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from sol.config import SchedulerConfig
+from sol.engine.block_pool import BlockPool
+from sol.engine.policy import FirstComeFirstServed
+from sol.engine.prefix_cache import PrefixCache
+from sol.engine.request import Request, make_request
+from sol.engine.types import (
+    CachedRequestData,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    NewRequestData,
+    RequestOutput,
+    SchedulerOutput,
+    StepOutput,
+    TokenLogprobs,
+)
+from sol.errors import ConfigError, RequestError
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What is left of a step."""
+
+    tokens: int
+    prefill_tokens: int
+
+    def grant(self, request: Request) -> int:
+        """How many tokens the request may compute; 0 if its turn does not come in this step."""
+        count = min(request.num_uncomputed_tokens, self.tokens)
+        return min(count, self.prefill_tokens) if request.prefilling else count
+
+    def spend(self, request: Request, count: int) -> None:
+        self.tokens -= count
+        if request.prefilling:
+            self.prefill_tokens -= count
+
+
+class Scheduler:
+    """Plans steps and reads their results. Not thread-safe; knows no tensor and no clock but for time stamps."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_prefill_tokens", "block_size"):
+            if getattr(config, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(config, name)}", param=name)
+        if config.num_blocks * config.block_size < config.max_model_len:
+            raise ConfigError(
+                f"max_model_len is {config.max_model_len} tokens, but the KV cache has room for "
+                f"{config.num_blocks * config.block_size} ({config.num_blocks} blocks of {config.block_size}): lower "
+                "max_model_len, or raise kv_cache_memory_bytes or gpu_memory_utilization",
+                param="max_model_len",
+            )
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self._cache = PrefixCache(self.pool, config.block_size) if config.enable_prefix_caching else None
+        self._policy = FirstComeFirstServed()
+        self._running: list[Request] = []
+        """Oldest first."""
+        self._requests: dict[str, Request] = {}
+        """Running and waiting."""
+        self._removed: list[str] = []
+        """Left the runner since the last plan."""
+        self._next_sequence = 0
+        self._stats = EngineStats()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, wanted: EngineRequest) -> None:
+        """Queue a request. Raises `RequestError` if it can never be answered or its id is in use."""
+        if wanted.request_id in self._requests:
+            raise RequestError(f"request_id {wanted.request_id!r} is in use", param="request_id")
+        request = make_request(wanted, max_model_len=self.config.max_model_len, sequence=self._next_sequence)
+        self._next_sequence += 1
+        self._requests[request.request_id] = request
+        self._policy.add(request)
+
+    def finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> RequestOutput | None:
+        """End a request from outside, at any moment. Its last output; None if there is no such request (any more)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        if request.block_ids:
+            self._running.remove(request)
+            self._leave_runner(request)
+        else:
+            self._policy.remove(request)
+        del self._requests[request_id]
+        return _output(request, [], None, reason, error=error)
+
+    def finish_all(self, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
+        return [o for request_id in list(self._requests) if (o := self.finish(request_id, reason, error)) is not None]
+
+    # ── planning ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan one step. Only with unfinished requests; then the plan is never empty, and it must be carried out."""
+        plan = SchedulerOutput(
+            num_scheduled_tokens={}, new_requests=[], cached_requests=[], removed_request_ids=self._removed
+        )
+        budget = self._budget()
+        if self._schedule_running(plan, budget):
+            self._schedule_waiting(plan, budget)
+        self._removed = []
+        if not plan.num_scheduled_tokens:
+            raise RuntimeError("the scheduler made an empty plan")
+        return plan
+
+    def _budget(self) -> _Budget:
+        """A step that also decodes computes a bounded number of prompt tokens, and no prompt keeps a decode waiting.
+
+        At least one prompt token is computed all the same, so that prompts always move.
+        """
+        total = self.config.max_num_batched_tokens
+        decoding = sum(r.num_uncomputed_tokens for r in self._running if not r.prefilling)
+        if not decoding:
+            return _Budget(total, total)
+        return _Budget(total, max(1, min(self.config.max_num_prefill_tokens, total - decoding)))
+
+    def _schedule_running(self, plan: SchedulerOutput, budget: _Budget) -> bool:
+        """False if blocks ran out; then nobody may be admitted in this step."""
+        enough = True
+        for request in self._running.copy():
+            count = budget.grant(request)
+            if count == 0 or not request.block_ids:  # no turn in this step, or preempted since the loop began
+                continue
+            needed = self._num_blocks(request.num_computed_tokens + count) - len(request.block_ids)
+            if needed > self.pool.num_free:
+                enough = False
+                if not self._make_room(request, needed):
+                    continue
+            new_block_ids = self.pool.allocate(needed) if needed > 0 else []
+            request.block_ids += new_block_ids
+            plan.cached_requests.append(
+                CachedRequestData(
+                    request_id=request.request_id,
+                    num_computed_tokens=request.num_computed_tokens,
+                    new_block_ids=new_block_ids,
+                )
+            )
+            self._advance(plan, budget, request, count)
+        return enough
+
+    def _schedule_waiting(self, plan: SchedulerOutput, budget: _Budget) -> None:
+        growing = sum(self._may_grow(request) for request in self._running)
+        while len(self._policy) and len(self._running) < self.config.max_num_seqs:
+            request = self._policy.next()
+            if not min(budget.tokens, budget.prefill_tokens):
+                break
+            found = self._cache.find(request) if self._cache else []
+            needed = self._num_blocks(request.num_tokens) - len(found)
+            # One block stays free for each running request that may ask for another: to admit a request only to
+            # preempt it at once would cost more than to let it wait.
+            if needed + growing > self.pool.num_free - self.pool.num_free_among(found):
+                break
+            self._admit(request, found, needed)
+            growing += self._may_grow(request)
+            plan.new_requests.append(
+                NewRequestData(
+                    request_id=request.request_id,
+                    token_ids=request.token_ids.copy(),
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_computed_tokens=request.num_computed_tokens,
+                    block_ids=request.block_ids.copy(),
+                    params=request.params,
+                    seed=request.seed,
+                    choice_index=request.choice_index,
+                    eos_token_ids=request.eos_token_ids,
+                )
+            )
+            self._advance(plan, budget, request, budget.grant(request))
+
+    def _admit(self, request: Request, found: list[int], needed: int) -> None:
+        self._policy.remove(request)
+        self.pool.acquire(found)
+        request.block_ids = found + self.pool.allocate(needed)
+        request.num_computed_tokens = len(found) * self.config.block_size
+        request.num_published_blocks = len(found)
+        request.prefilling = True
+        self._running.append(request)
+        if request.num_cached_tokens is None:  # not again after a preemption
+            request.num_cached_tokens = request.num_computed_tokens
+            request.scheduled_time = time.monotonic()
+            if self._cache:
+                self._stats.prefix_cache_queries += request.num_prompt_tokens
+                self._stats.prefix_cache_hits += request.num_cached_tokens
+
+    def _advance(self, plan: SchedulerOutput, budget: _Budget, request: Request, count: int) -> None:
+        budget.spend(request, count)
+        plan.num_scheduled_tokens[request.request_id] = count
+        request.num_computed_tokens += count
+        request.prefilling = request.num_uncomputed_tokens > 0
+        if self._cache:
+            self._cache.publish(request)
+
+    def _make_room(self, request: Request, needed: int) -> bool:
+        """Preempt younger requests until `needed` blocks are free; False if that does not suffice."""
+        while needed > self.pool.num_free:
+            victim = self._policy.victim(self._running, request)
+            if victim is None:
+                return False
+            self._running.remove(victim)
+            self._leave_runner(victim)
+            self._policy.put_back(victim)
+            self._stats.num_preemptions += 1
+        return True
+
+    def _leave_runner(self, request: Request) -> None:
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_computed_tokens = 0
+        request.num_published_blocks = 0
+        self._removed.append(request.request_id)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def _may_grow(self, request: Request) -> bool:
+        """Whether it can need more blocks than it has. The KV cache of a request's last token is never computed."""
+        return self._num_blocks(request.max_num_tokens - 1) > len(request.block_ids)
+
+    # ── reading results ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def update_from_output(self, plan: SchedulerOutput, result: StepOutput) -> list[RequestOutput]:
+        """Append what was sampled, end what is at its end, and free its blocks.
+
+        A row may bring several tokens (accepted drafts); those after the one that ends the request are dropped, before
+        anything is emitted or published. Raises `RuntimeError` if the result does not answer the plan.
+        """
+        outputs = []
+        for request_id in plan.num_scheduled_tokens:
+            request = self._requests.get(request_id)
+            if request is None:  # aborted while the step ran
+                continue
+            sampled = result.sampled_token_ids.get(request_id, [])
+            if request.prefilling == bool(sampled):
+                raise RuntimeError(f"the runner sampled {len(sampled)} tokens for {request_id!r} out of turn")
+            if sampled:
+                outputs.append(self._take(request, sampled, result.logprobs.get(request_id)))
+        self._running = [request for request in self._running if request.block_ids]
+        return outputs
+
+    def _take(self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None) -> RequestOutput:
+        if request.params.logprobs is not None and (logprobs is None or len(logprobs) != len(sampled)):
+            raise RuntimeError(f"the runner gave no logprobs for {request.request_id!r}")
+        if not request.num_output_tokens:
+            request.first_token_time = time.monotonic()
+            self._stats.num_prompt_tokens += request.num_prompt_tokens
+        kept = []
+        reason = None
+        for token_id in sampled:
+            kept.append(token_id)
+            reason = request.append(token_id)
+            if reason is not None:
+                break
+        self._stats.num_generated_tokens += len(kept)
+        if reason is not None:
+            del self._requests[request.request_id]
+            self._leave_runner(request)
+        return _output(request, kept, logprobs, reason)
+
+    # ── watching ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def take_stats(self) -> EngineStats:
+        """The state now, and what was counted since the last call."""
+        stats, self._stats = self._stats, EngineStats()
+        stats.num_running = len(self._running)
+        stats.num_waiting = len(self._policy)
+        stats.kv_cache_usage = self.pool.usage
+        return stats
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if scheduler, queue and block pool contradict each other."""
+        waiting = list(self._policy)
+        order = [request.sequence for request in self._running + waiting]
+        assert order == sorted(set(order)), f"requests are out of order: {order}"
+        assert {r.request_id: r for r in self._running + waiting} == self._requests, "a request is lost or stands twice"
+        assert len(self._running) <= self.config.max_num_seqs, "more requests run than max_num_seqs"
+        for request in waiting:
+            assert not request.block_ids and not request.num_computed_tokens, (
+                f"{request.request_id!r} waits with blocks"
+            )
+        for request in self._running:
+            name, held = request.request_id, len(request.block_ids)
+            assert request.num_computed_tokens <= request.num_tokens < request.max_num_tokens, f"{name!r}: past its end"
+            assert held >= self._num_blocks(request.num_computed_tokens), f"{name!r}: too few blocks"
+            assert held <= self._num_blocks(request.num_tokens), f"{name!r}: too many blocks"
+            if self._cache:
+                self._cache.check_integrity(request)
+        self.pool.check_integrity([request.block_ids for request in self._running])
+
+
+def _output(
+    request: Request,
+    new_token_ids: list[int],
+    logprobs: list[TokenLogprobs] | None,
+    reason: FinishReason | None,
+    *,
+    error: str | None = None,
+) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.request_id,
+        new_token_ids=new_token_ids,
+        logprobs=None if request.params.logprobs is None else (logprobs or [])[: len(new_token_ids)],
+        finish_reason=reason,
+        stop_token_id=request.stop_token() if reason == "stop" else None,
+        error=error,
+        num_cached_tokens=request.num_cached_tokens or 0,
+        scheduled_time=request.scheduled_time,
+        first_token_time=request.first_token_time,
+    )
