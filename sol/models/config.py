@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from sol.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from sol.models.source import ModelFiles
+
+SUPPORTED_ARCHITECTURES: Final = ("LlamaForCausalLM",)
+"""Hugging Face's class names. In GGUF files the same family is called `llama`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +32,18 @@ class LinearRopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RopeFactors:
+    """Every frequency divided by a factor of its own: what a GGUF file's tensor `rope_freqs.weight` holds.
+
+    It is how converters write Llama 3.1's scaling: rounded to float32, and without the numbers it was made from, so
+    the factors are used as they are.
+    """
+
+    factors: tuple[float, ...]
+    """head_dim / 2 of them, highest frequency first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     architecture: str
     """Hugging Face's class name, e.g. `LlamaForCausalLM`."""
@@ -35,15 +56,61 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3RopeScaling | LinearRopeScaling | None
+    rope_scaling: Llama3RopeScaling | LinearRopeScaling | RopeFactors | None
     max_position_embeddings: int
+    """The longest sequence, in tokens, as the file says it (linear scaling does not multiply it)."""
     tie_word_embeddings: bool
     attention_bias: bool
     """Bias on q, k, v and o."""
     mlp_bias: bool
     """Bias on gate, up and down."""
     torch_dtype: str
-    """Of the checkpoint: `float32`, `float16` or `bfloat16`."""
+    """Of the checkpoint: `float32`, `float16` or `bfloat16`; of a quantised GGUF file, `float16` like its scales."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """From generation_config.json where there is one (Llama 3 lists several), else from config.json or the GGUF."""
+
+
+def load_model_config(files: ModelFiles) -> ModelConfig:
+    """Reads the shape of a model from config.json (and generation_config.json), or from a GGUF file.
+
+    Raises `UnsupportedModelError` for whatever would make the model compute something that Sol does not, and
+    `CheckpointError` for values that are missing, ill-typed or contradict each other.
+    """
+    from sol.models import gguf_config, hf_config  # they build on this module's types
+
+    if files.config is not None:
+        config, origin = hf_config.read(files), str(files.config)
+    elif files.gguf is not None:
+        config, origin = gguf_config.read(files.gguf), str(files.gguf)
+    else:
+        raise CheckpointError(f"{files.root} has neither a config.json nor a GGUF file", param="model")
+    _check(config, origin)
+    return config
+
+
+def _check(config: ModelConfig, origin: str) -> None:
+    """That the numbers fit together; each alone is checked where it is read."""
+    if config.head_dim % 2:
+        raise CheckpointError(
+            f"{origin}: head_dim must be even (rotary embeddings turn pairs), not {config.head_dim}", param="model"
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise CheckpointError(
+            f"{origin}: num_attention_heads ({config.num_attention_heads}) must be a multiple of "
+            f"num_key_value_heads ({config.num_key_value_heads})",
+            param="model",
+        )
+    scaling = config.rope_scaling
+    if isinstance(scaling, RopeFactors) and len(scaling.factors) != config.head_dim // 2:
+        raise CheckpointError(
+            f"{origin}: rope_freqs.weight has {len(scaling.factors)} factors; a head_dim of {config.head_dim} needs "
+            f"{config.head_dim // 2}",
+            param="model",
+        )
+    if isinstance(scaling, Llama3RopeScaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise CheckpointError(
+            f"{origin}: high_freq_factor ({scaling.high_freq_factor}) must be greater than low_freq_factor "
+            f"({scaling.low_freq_factor})",
+            param="model",
+        )

@@ -1,0 +1,213 @@
+"""`ModelConfig` from the metadata of a GGUF file of architecture `llama` (keys: docs/gguf.md in ggml)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from sol.errors import CheckpointError, UnsupportedModelError
+from sol.models.config import LinearRopeScaling, ModelConfig, RopeFactors
+from sol.models.fields import Fields
+from sol.models.gguf import GGUFFile
+
+_PREFIX: Final = "llama."
+
+_READ: Final = frozenset(
+    {
+        "vocab_size",
+        "context_length",
+        "embedding_length",
+        "block_count",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scale_linear",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+    }
+)
+_UNIFORM: Final = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+"""May be written as one number or as a list with one a layer."""
+
+_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "attention.sliding_window": (0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "pooling_type": (0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.finetuned": (True, False),
+    "tensor_data_layout": ("Meta AI original pth",),
+    "use_parallel_residual": (False,),
+}
+"""Keys that change nothing at these values; at any other, they ask for something Sol does not compute."""
+
+_INFORMATION: Final = frozenset({"rope.scaling.original_context_length"})
+"""Keys that only describe the model's making."""
+
+
+def read(path: Path) -> ModelConfig:
+    """Reads the file's metadata; see `sol.models.config.load_model_config`."""
+    file = GGUFFile(path)
+    metadata = file.metadata
+    _refuse_unsupported(path, metadata)
+    values = {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
+    for key in _UNIFORM:
+        values[key] = _one_for_all_layers(path, key, values.get(key))
+    fields = Fields(values, f"{path}: {_PREFIX}*")
+    num_heads = fields.integer("attention.head_count")
+    hidden_size = fields.integer("embedding_length")
+    if "attention.key_length" not in values and hidden_size % num_heads:
+        raise CheckpointError(
+            f"{path}: {_PREFIX}embedding_length ({hidden_size}) must be a multiple of attention.head_count "
+            f"({num_heads}) where attention.key_length is not given",
+            param="model",
+        )
+    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if fields.integer(key, head_dim) != head_dim:
+            raise UnsupportedModelError(
+                f"{path}: {_PREFIX}{key} is {values[key]}; supported is the head's whole width, {head_dim}",
+                param="model",
+            )
+    num_layers = fields.integer("block_count")
+    vocab_size = _vocab_size(file, fields)
+    tokens = Fields(metadata, str(path))
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("feed_forward_length"),
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=fields.integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        rope_theta=fields.number("rope.freq_base", 10000.0),
+        rope_scaling=_rope_scaling(file, fields),
+        max_position_embeddings=fields.integer("context_length"),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias=_has_any(file, num_layers, ("attn_q", "attn_k", "attn_v", "attn_output")),
+        mlp_bias=_has_any(file, num_layers, ("ffn_gate", "ffn_up", "ffn_down")),
+        torch_dtype=_dtype(file),
+        bos_token_id=next(iter(tokens.token_ids("tokenizer.ggml.bos_token_id", vocab_size)), None),
+        eos_token_ids=_eos_token_ids(tokens, vocab_size),
+    )
+
+
+def _refuse_unsupported(path: Path, metadata: dict[str, Any]) -> None:
+    for key, supported in (("general.architecture", "llama"), ("general.type", "model")):
+        value = metadata.get(key, "model" if key == "general.type" else None)
+        if value != supported:
+            raise UnsupportedModelError(f"{path}: {key} is {value!r}; supported is {supported}", param="model")
+    if metadata.get("split.count", 1) not in (0, 1):
+        raise UnsupportedModelError(
+            f"{path} is one of {metadata['split.count']} pieces of a model; supported is a single file: join them "
+            "with `llama-gguf-split --merge`",
+            param="model",
+        )
+    for key, value in metadata.items():
+        if not key.startswith(_PREFIX):
+            continue
+        name = key.removeprefix(_PREFIX)
+        if name in _NEUTRAL and value in _NEUTRAL[name]:
+            continue
+        if name in _NEUTRAL:
+            supported = " or ".join(repr(neutral) for neutral in _NEUTRAL[name])
+            raise UnsupportedModelError(f"{path}: {key} is {value!r}; supported is {supported}", param="model")
+        if name not in _READ and name not in _INFORMATION:
+            raise UnsupportedModelError(
+                f"{path}: {key} = {value!r} is not known to Sol, so what this model computes is not either; supported "
+                f"are {', '.join(sorted(_READ | _NEUTRAL.keys() | _INFORMATION))}",
+                param="model",
+            )
+
+
+def _one_for_all_layers(path: Path, key: str, value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    if len(set(map(repr, value))) != 1:
+        raise UnsupportedModelError(
+            f"{path}: {_PREFIX}{key} differs between layers ({value}); supported is one value for all", param="model"
+        )
+    return value[0]
+
+
+def _vocab_size(file: GGUFFile, fields: Fields) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{file.path} has no tensor token_embd.weight", param="model")
+    rows = embedding.shape[0]
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    for what, count in (
+        (f"{_PREFIX}vocab_size says", fields.integer("vocab_size", rows)),
+        ("tokenizer.ggml.tokens has", len(tokens) if isinstance(tokens, list) else rows),
+    ):
+        if count != rows:
+            raise CheckpointError(
+                f"{file.path}: {what} {count} tokens, token_embd.weight has {rows} rows", param="model"
+            )
+    return rows
+
+
+def _rope_scaling(file: GGUFFile, fields: Fields) -> LinearRopeScaling | RopeFactors | None:
+    linear: LinearRopeScaling | None = None
+    kind = fields.string("rope.scaling.type", "none")
+    if kind == "linear":
+        linear = LinearRopeScaling(factor=fields.number("rope.scaling.factor"))
+    elif kind != "none":
+        raise UnsupportedModelError(
+            f"{file.path}: {_PREFIX}rope.scaling.type is {kind!r}; supported are none, linear, and Llama 3's factors "
+            "in the tensor rope_freqs.weight",
+            param="model",
+        )
+    elif "rope.scale_linear" in fields.values:  # what rope.scaling.* was before
+        linear = LinearRopeScaling(factor=fields.number("rope.scale_linear"))
+    if linear is not None and linear.factor == 1.0:
+        linear = None
+    tensor = file.tensors.get("rope_freqs.weight")
+    if tensor is None:
+        return linear
+    if linear is not None:
+        raise UnsupportedModelError(
+            f"{file.path} has both linear RoPE scaling and rope_freqs.weight; supported is one of them", param="model"
+        )
+    if tensor.type != "F32" or len(tensor.shape) != 1:
+        raise UnsupportedModelError(
+            f"{file.path}: rope_freqs.weight has type {tensor.type} and shape {list(tensor.shape)}; supported is F32 "
+            "with one dimension",
+            param="model",
+        )
+    factors = file.data("rope_freqs.weight").view(np.dtype("<f4"))
+    if not (np.isfinite(factors).all() and (factors > 0).all()):
+        raise CheckpointError(f"{file.path}: rope_freqs.weight must hold numbers greater than 0", param="model")
+    return RopeFactors(factors=tuple(factors.tolist()))
+
+
+def _has_any(file: GGUFFile, num_layers: int, modules: tuple[str, ...]) -> bool:
+    return any(f"blk.{layer}.{module}.bias" in file.tensors for layer in range(num_layers) for module in modules)
+
+
+def _dtype(file: GGUFFile) -> str:
+    types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    if "BF16" in types:
+        return "bfloat16"
+    return "float32" if types == {"F32"} else "float16"
+
+
+def _eos_token_ids(tokens: Fields, vocab_size: int) -> tuple[int, ...]:
+    """End of sequence, of turn and of message: Llama 3 ends a chat turn with the second, a tool call with the third."""
+    ids: list[int] = []
+    for key in ("eos", "eot", "eom"):
+        ids.extend(tokens.token_ids(f"tokenizer.ggml.{key}_token_id", vocab_size))
+    return tuple(dict.fromkeys(ids))
