@@ -1,0 +1,113 @@
+"""A GGUF file of architecture `llama` as a checkpoint with Hugging Face's names and row order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sol.errors import CheckpointError
+from sol.models.config import ModelConfig
+from sol.models.dequantize import dequantize
+from sol.models.gguf import BLOCK_SIZES, GGUFFile
+
+_CHUNK_ELEMENTS: Final = 1 << 22
+"""So many elements are dequantised at once, which bounds the float32 copy."""
+
+_GLOBAL_NAMES: Final = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)", re.ASCII)
+_GLOBAL: Final = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
+_ROPE_FREQS: Final = "rope_freqs.weight"
+"""No parameter: the configuration holds it, as `RopeFactors`."""
+
+
+def hugging_face_name(name: str) -> str:
+    """The Hugging Face name of a tensor in a `llama` GGUF file; a name it does not know stays as it is."""
+    layer = _LAYER.fullmatch(name)
+    if layer is not None and layer[2] in _LAYER_NAMES:
+        return f"model.layers.{int(layer[1])}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
+    top = _GLOBAL.fullmatch(name)
+    if top is not None and top[1] in _GLOBAL_NAMES:
+        return f"{_GLOBAL_NAMES[top[1]]}.{top[2]}"
+    return name
+
+
+class GGUFCheckpoint:
+    """The tensors of one GGUF file. Implements `sol.models.checkpoint.Checkpoint`."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self._file = GGUFFile(path)
+        self._names: dict[str, str] = {}
+        for name in self._file.tensors:
+            if name == _ROPE_FREQS:
+                continue
+            ours = hugging_face_name(name)
+            if ours in self._names:
+                raise CheckpointError(f"{path}: {name} and {self._names[ours]} are the same tensor", param="model")
+            self._names[ours] = name
+        self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensors[self._names[name]].shape
+
+    def stored_nbytes(self, name: str) -> int:
+        return self._file.tensors[self._names[name]].nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(self.stored_nbytes, self._names))
+
+    def load(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        theirs = self._names[name]
+        tensor = self._file.tensors[theirs]
+        block, block_nbytes = BLOCK_SIZES[tensor.type]
+        # [rows, bytes of a row]; every row is whole blocks, so rows can be moved about and cut between.
+        columns = tensor.shape[-1] if len(tensor.shape) > 1 else block
+        rows = self._rows_in_order(theirs, self._file.data(theirs).reshape(-1, columns // block * block_nbytes))
+        step = max(1, _CHUNK_ELEMENTS // columns)
+        result = torch.empty((len(rows), columns), dtype=dtype, device=device)
+        for begin in range(0, len(rows), step):
+            # A copy: the mapping is read-only, and torch knows no read-only tensors.
+            chunk = torch.from_numpy(np.array(rows[begin : begin + step], order="C"))
+            result[begin : begin + step] = dequantize(chunk.to(device), tensor.type)
+        return result.reshape(tensor.shape)
+
+    def _rows_in_order(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Undoes the converter's permutation of q and k.
+
+        Hugging Face's RoPE turns element i of a head with i + head_dim/2, ggml's turns 2i with 2i + 1. The converter
+        therefore interleaves the two halves of each head's rows; here they are parted again.
+        """
+        layer = _LAYER.fullmatch(name)
+        heads = self._heads.get(layer[2]) if layer is not None else None
+        if heads is None:
+            return rows
+        if len(rows) % (2 * heads):
+            raise CheckpointError(
+                f"{self._file.path}: {name} has {len(rows)} rows, which {heads} heads of pairs cannot share",
+                param="model",
+            )
+        parted = rows.reshape(heads, len(rows) // heads // 2, 2, -1).swapaxes(1, 2)
+        return parted.reshape(rows.shape)
