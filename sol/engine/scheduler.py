@@ -299,9 +299,8 @@ class Scheduler:
         assert {r.request_id: r for r in self._running + waiting} == self._requests, "a request is lost or stands twice"
         assert len(self._running) <= self.config.max_num_seqs, "more requests run than max_num_seqs"
         for request in waiting:
-            assert not request.block_ids and not request.num_computed_tokens, (
-                f"{request.request_id!r} waits with blocks"
-            )
+            assert not request.block_ids, f"{request.request_id!r} waits with blocks"
+            assert request.num_computed_tokens == 0, f"{request.request_id!r} waits with computed tokens"
         for request in self._running:
             name, held = request.request_id, len(request.block_ids)
             assert request.num_computed_tokens <= request.num_tokens < request.max_num_tokens, f"{name!r}: past its end"
