@@ -1,0 +1,251 @@
+"""A whole server: a port, an engine in a process of its own, routes over both, and an orderly end.
+
+The port is bound before anything is loaded, so that a busy one is an error at once and probes get answers from the
+first second. SIGINT and SIGTERM end the server: no new connections, open requests end with an error event, the
+engine's process is gone before `serve` returns. A second signal waits for nobody's last bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import uvicorn
+import uvloop
+
+from sol.engine.async_engine import AsyncEngine
+from sol.engine.process import ProcessClient
+from sol.engine.types import EngineInfo
+from sol.errors import ConfigError
+from sol.models.config import load_model_config
+from sol.models.source import resolve
+from sol.server.routes import create_app
+from sol.server.config import ServerConfig
+from sol.server.state import ServedModel, ServerState
+from sol.text.chat_template import ChatTemplate, load_chat_template
+from sol.text.tokenizer import Tokenizer
+
+ResultT = TypeVar("ResultT")
+
+_BACKLOG = 2048
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than the idle timeouts of common load balancers: the side that reuses a connection must be the first to give
+it up, or it sends requests into a closing one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerReady:
+    """What `serve` tells when the first request may come."""
+
+    url: str
+    """Where the server is reached from this machine, without a slash at the end."""
+    model_names: tuple[str, ...]
+    info: EngineInfo
+    seconds: float
+    """From the call of `serve` on."""
+
+
+def serve(
+    config: ServerConfig,
+    *,
+    on_listening: Callable[[str], None] | None = None,
+    on_ready: Callable[[ServerReady], None] | None = None,
+) -> int:
+    """Serve until SIGINT or SIGTERM (in the main thread), then return the process's exit code: 0, or 1 if the engine
+    was dead by then.
+
+    `on_listening` is told the URL once the port is bound, `on_ready` everything once the model is loaded. Raises
+    `ConfigError` for an address that cannot be bound, and whatever loading the model raises.
+    """
+    listener = _bind(config.host, config.port)
+    with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        url = _url(config.host, listener.getsockname()[1])
+        if on_listening is not None:
+            on_listening(url)
+        return runner.run(_serve(config, listener, url, on_ready))
+
+
+async def _serve(
+    config: ServerConfig, listener: socket.socket, url: str, on_ready: Callable[[ServerReady], None] | None
+) -> int:
+    started = time.monotonic()
+    state = ServerState(config)
+    server = _HttpServer(
+        uvicorn.Config(
+            create_app(state),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            # uvicorn says int and takes any number
+            timeout_graceful_shutdown=config.shutdown_timeout,  # type: ignore[arg-type]
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    loading = _in_thread(lambda: _load(config))
+    stopping = asyncio.create_task(state.stopping.wait())
+    engine: AsyncEngine | None = None
+    try:
+        with _signals(state, server):
+            first: list[asyncio.Future[Any]] = [serving, loading, stopping]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loaded = loading.result()
+                engine = AsyncEngine(loaded.client)
+                state.set_ready(loaded.served_by(engine))
+                if on_ready is not None:
+                    seconds = time.monotonic() - started
+                    on_ready(ServerReady(url=url, model_names=config.model_names, info=engine.info, seconds=seconds))
+                await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+            # A model that still loads does so in a daemon thread: its engine's process ends with this one.
+            state.stopping.set()
+            server.should_exit = True
+            await serving
+            return 0 if engine is None or engine.dead is None else 1
+    finally:
+        state.stopping.set()
+        server.should_exit = True
+        stopping.cancel()
+        await asyncio.gather(serving, stopping, return_exceptions=True)
+        if engine is not None:
+            await asyncio.to_thread(engine.close)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers, which end by raising the signal again: the engine would still be open."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.contextmanager
+def _signals(state: ServerState, server: uvicorn.Server) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if state.stopping.is_set():
+            server.force_exit = True
+        state.stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Loaded:
+    client: ProcessClient
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    eos_token_ids: tuple[int, ...]
+    longest_token: int
+    """In bytes."""
+
+    def served_by(self, engine: AsyncEngine) -> ServedModel:
+        return ServedModel(
+            engine=engine,
+            info=engine.info,
+            tokenizer=self.tokenizer,
+            chat_template=self.chat_template,
+            eos_token_ids=self.eos_token_ids,
+            max_prompt_chars=self.longest_token * engine.info.max_model_len,
+        )
+
+
+def _load(config: ServerConfig) -> _Loaded:
+    files = resolve(config.engine.model, load_format=config.engine.load_format)
+    tokenizer = Tokenizer.from_files(files)
+    return _Loaded(
+        tokenizer=tokenizer,
+        chat_template=load_chat_template(files),
+        # A chat model may end its turns with a token of the tokenizer's that the model's own files do not name.
+        eos_token_ids=tuple(dict.fromkeys(load_model_config(files).eos_token_ids + tokenizer.eos_token_ids)),
+        longest_token=max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)),
+        client=ProcessClient(config.engine),
+    )
+
+
+def _in_thread(work: Callable[[], ResultT]) -> asyncio.Future[ResultT]:
+    """Run `work` in a daemon thread: nothing waits for it when the process ends."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[ResultT] = loop.create_future()
+
+    def settle(result: ResultT | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended meanwhile
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="model-loading", daemon=True).start()
+    return future
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(
+            f"host {host!r} is not an address of this machine ({error}); use 127.0.0.1, or 0.0.0.0 for all",
+            param="host",
+        ) from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _bind_error(host, port, error) from None
+    listener.setblocking(False)
+    return listener
+
+
+def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"port {port} is in use on {host}; stop what listens there, or choose another with --port", param="port"
+        )
+    if error.errno == errno.EACCES:
+        return ConfigError(f"port {port} needs privileges; choose one above 1023 with --port", param="port")
+    return ConfigError(f"cannot listen on {host}, port {port}: {error.strerror}", param="host")
+
+
+def _url(host: str, port: int) -> str:
+    if host in ("0.0.0.0", "::", ""):  # noqa: S104  (compared, not bound)
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,121 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from sol.server.generation import Choice, ChoiceOutput, Usage, generate, generate_whole, make_choices
+from sol.server.logprobs import chat_entries
+from sol.server.params import chat_params
+from sol.server.parsing import parse_body
+from sol.server.prompts import check_length, encode, render_chat
+from sol.server.protocol import ChatBody
+from sol.server.state import ServedModel, ServerState
+from sol.server.streaming import DONE, EventStream, event, quote, run_until_disconnect
+from sol.version import __version__
+
+
+async def chat_completions(request: Request) -> Response:
+    state: ServerState = request.app.state.sol
+    model = state.model
+    body = await parse_body(request, ChatBody)
+    name = state.check_model_name(body.model)
+    params = chat_params(body)
+    params.check_vocabulary(model.info.vocab_size)
+    text = await render_chat(
+        model,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    token_ids = await encode(model, text, add_special_tokens=bool(body.add_special_tokens), param="messages")
+    check_length(model, len(token_ids), params, param="messages")
+    choices = make_choices(state, model, [token_ids], params)
+    chat = _Chat(state, model, choices, name)
+    if body.stream:
+        include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        return EventStream(state, chat.events(include_usage))
+    return JSONResponse(await run_until_disconnect(state, request.receive, chat.complete()))
+
+
+class _Chat:
+    """The answer to one request, whole or in chunks."""
+
+    def __init__(self, state: ServerState, model: ServedModel, choices: Sequence[Choice], name: str) -> None:
+        self._state = state
+        self._tokenizer = model.tokenizer
+        self._choices = choices
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._name = name
+
+    async def complete(self) -> dict[str, Any]:
+        outputs = await generate_whole(self._state, self._choices)
+        return {
+            **self._head("chat.completion"),
+            "choices": [
+                {
+                    "index": output.choice.index,
+                    "message": {"role": "assistant", "content": output.text, "refusal": None},
+                    "logprobs": self._logprobs(output),
+                    "finish_reason": output.finish_reason,
+                    "stop_reason": output.stop_reason,
+                }
+                for output in outputs
+            ],
+            "usage": Usage.of(self._choices).as_dict(),
+        }
+
+    async def events(self, include_usage: bool) -> AsyncGenerator[str, None]:
+        head = json.dumps(self._head("chat.completion.chunk"))[:-1]
+        before = f'data: {head}, "choices": [{{"index": '
+        after = "}]" + (', "usage": null' if include_usage else "") + "}\n\n"
+        started = False
+        async with aclosing(generate(self._state, self._choices)) as outputs:
+            async for output in outputs:
+                index = output.choice.index
+                parts = []
+                if not started:
+                    started = True
+                    role = '"delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null'
+                    parts += [f"{before}{choice.index}, {role}{after}" for choice in self._choices]
+                if output.text or output.logprobs:
+                    logprobs = json.dumps(self._logprobs(output)) if output.logprobs else "null"
+                    parts.append(
+                        f'{before}{index}, "delta": {{"content": {quote(output.text)}}}, "logprobs": {logprobs}, '
+                        f'"finish_reason": null{after}'
+                    )
+                if output.finish_reason is not None:
+                    parts.append(
+                        f'{before}{index}, "delta": {{}}, "logprobs": null, "finish_reason": "{output.finish_reason}", '
+                        f'"stop_reason": {json.dumps(output.stop_reason)}{after}'
+                    )
+                if parts:
+                    yield "".join(parts)
+        last = DONE
+        if include_usage:
+            usage = Usage.of(self._choices).as_dict()
+            last = event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage}) + DONE
+        yield last
+
+    def _logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:
+        if output.logprobs is None:
+            return None
+        return {"content": chat_entries(self._tokenizer, output.token_ids, output.logprobs), "refusal": None}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._name,
+            "system_fingerprint": f"sol-{__version__}",
+        }

@@ -1,0 +1,142 @@
+"""`/v1/completions`: OpenAI's legacy route, which takes texts or token ids."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from sol.sampling_params import SamplingParams
+from sol.server.generation import Choice, ChoiceOutput, Usage, generate, generate_whole, make_choices
+from sol.server.logprobs import completion_logprobs
+from sol.server.params import completion_params
+from sol.server.parsing import parse_body
+from sol.server.prompts import check_length, check_token_ids, encode
+from sol.server.protocol import CompletionBody
+from sol.server.state import ServedModel, ServerState
+from sol.server.streaming import DONE, EventStream, event, quote, run_until_disconnect
+from sol.version import __version__
+
+
+async def completions(request: Request) -> Response:
+    state: ServerState = request.app.state.sol
+    model = state.model
+    body = await parse_body(request, CompletionBody)
+    name = state.check_model_name(body.model)
+    params = completion_params(body)
+    params.check_vocabulary(model.info.vocab_size)
+    prompts = await _encode_prompts(model, body, params)
+    choices = make_choices(state, model, prompts, params)
+    echoed = _echo(model, body, prompts) if body.echo else [""] * len(prompts)
+    completion = _Completion(state, model, choices, echoed, name)
+    if body.stream:
+        include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        return EventStream(state, completion.events(include_usage))
+    return JSONResponse(await run_until_disconnect(state, request.receive, completion.complete()))
+
+
+async def _encode_prompts(model: ServedModel, body: CompletionBody, params: SamplingParams) -> list[list[int]]:
+    prompts = []
+    for i, prompt in enumerate(body.prompt):
+        param = "prompt" if len(body.prompt) == 1 else f"prompt[{i}]"
+        if isinstance(prompt, str):
+            add_special_tokens = body.add_special_tokens is not False
+            token_ids = await encode(model, prompt, add_special_tokens=add_special_tokens, param=param)
+        else:
+            check_token_ids(model, prompt, param=param)
+            token_ids = prompt
+        check_length(model, len(token_ids), params, param=param)
+        prompts.append(token_ids)
+    return prompts
+
+
+def _echo(model: ServedModel, body: CompletionBody, prompts: list[list[int]]) -> list[str]:
+    """What `echo` puts before a choice's text: the prompt as it came, or what its token ids say."""
+    return [
+        prompt if isinstance(prompt, str) else model.tokenizer.decode(token_ids, skip_special_tokens=False)
+        for prompt, token_ids in zip(body.prompt, prompts, strict=True)
+    ]
+
+
+class _Completion:
+    """The answer to one request, whole or in chunks. `echoed` holds one text a prompt."""
+
+    def __init__(
+        self, state: ServerState, model: ServedModel, choices: Sequence[Choice], echoed: Sequence[str], name: str
+    ) -> None:
+        self._state = state
+        self._choices = choices
+        self._echoed = [echoed[choice.prompt_index] for choice in choices]
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._name = name
+        self._tokenizer = model.tokenizer
+
+    async def complete(self) -> dict[str, Any]:
+        outputs = await generate_whole(self._state, self._choices)
+        return {
+            **self._head(),
+            "choices": [
+                {
+                    "index": output.choice.index,
+                    "text": echoed + output.text,
+                    "logprobs": self._logprobs(output),
+                    "finish_reason": output.finish_reason,
+                    "stop_reason": output.stop_reason,
+                }
+                for echoed, output in zip(self._echoed, outputs, strict=True)
+            ],
+            "usage": Usage.of(self._choices).as_dict(),
+        }
+
+    async def events(self, include_usage: bool) -> AsyncGenerator[str, None]:
+        head = json.dumps(self._head())[:-1]
+        before = f'data: {head}, "choices": [{{"index": '
+        after = "}]" + (', "usage": null' if include_usage else "") + "}\n\n"
+        started = False
+        async with aclosing(generate(self._state, self._choices)) as outputs:
+            async for output in outputs:
+                parts = []
+                if not started:
+                    started = True
+                    parts = [
+                        f'{before}{i}, "text": {quote(text)}, "logprobs": null, "finish_reason": null, '
+                        f'"stop_reason": null{after}'
+                        for i, text in enumerate(self._echoed)
+                        if text
+                    ]
+                if output.text or output.logprobs or output.finish_reason is not None:
+                    parts.append(f"{before}{output.choice.index}, {self._chunk(output)}{after}")
+                if parts:
+                    yield "".join(parts)
+        last = DONE
+        if include_usage:
+            last = event({**self._head(), "choices": [], "usage": Usage.of(self._choices).as_dict()}) + DONE
+        yield last
+
+    def _chunk(self, output: ChoiceOutput) -> str:
+        logprobs = json.dumps(self._logprobs(output)) if output.logprobs else "null"
+        return (
+            f'"text": {quote(output.text)}, "logprobs": {logprobs}, "finish_reason": '
+            f'{json.dumps(output.finish_reason)}, "stop_reason": {json.dumps(output.stop_reason)}'
+        )
+
+    def _logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:
+        if output.logprobs is None:
+            return None
+        return completion_logprobs(self._tokenizer, output.token_ids, output.token_offsets, output.logprobs)
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._name,
+            "system_fingerprint": f"sol-{__version__}",
+        }

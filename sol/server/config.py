@@ -1,0 +1,56 @@
+"""What a server is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sol.config import EngineConfig
+from sol.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Raises `ConfigError` for values that cannot work."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free port; `ServerReady.url` says which."""
+    served_model_names: tuple[str, ...] = ()
+    """The names clients may ask for; the first is the one in responses and metrics. Default: the engine's model."""
+    api_keys: tuple[str, ...] = ()
+    """Any of these opens the API; none: it is open to all who reach the port."""
+    max_body_bytes: int = 32 * 2**20
+    stall_timeout: float = 120.0
+    """Seconds without a word from the engine, while requests are open, after which `/live` says 503."""
+    shutdown_timeout: float = 5.0
+    """Seconds that open connections get to take their last bytes when the server stops."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be 0 (any free one) to 65535, not {self.port}", param="port")
+        if not self.host:
+            raise ConfigError("host must be an address or a name, for instance 127.0.0.1 or 0.0.0.0", param="host")
+        if not all(self.served_model_names):
+            raise ConfigError("served_model_name must not be empty", param="served_model_name")
+        if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
+            raise ConfigError(
+                "api_key must be printable ASCII without spaces, and not empty: it travels in an HTTP header",
+                param="api_key",
+            )
+        if self.max_body_bytes < 1024:
+            raise ConfigError(
+                f"max_body_bytes must be at least 1024, not {self.max_body_bytes}", param="max_body_bytes"
+            )
+        for name in ("stall_timeout", "shutdown_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be more than 0 seconds, not {getattr(self, name)}", param=name)
+        if self.engine.skip_tokenizer_init:
+            raise ConfigError(
+                "skip_tokenizer_init cannot be used by a server, which speaks text; use it with sol.LLM",
+                param="skip_tokenizer_init",
+            )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.served_model_names or (self.engine.model,)

@@ -1,0 +1,35 @@
+"""Health, version and metrics. None of them waits for the engine, so none is slow when it is busy."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from sol.server import metrics
+from sol.server.errors import error_response
+from sol.server.state import ServerState
+from sol.version import __version__
+
+
+async def live(request: Request) -> Response:
+    """503 when only a restart helps: the engine's process is gone, or has been silent for long while work is open."""
+    state: ServerState = request.app.state.sol
+    reason = state.why_not_alive()
+    return JSONResponse({"status": "ok"}) if reason is None else error_response(reason)
+
+
+async def ready(request: Request) -> Response:
+    """503 when work would be turned away: loading, stopping or dead. `/health` and `/ping` are the same."""
+    state: ServerState = request.app.state.sol
+    reason = state.why_not_ready()
+    return JSONResponse({"status": "ok"}) if reason is None else error_response(reason)
+
+
+async def version(_request: Request) -> Response:
+    return JSONResponse({"version": __version__})
+
+
+async def scrape(request: Request) -> Response:
+    state: ServerState = request.app.state.sol
+    state.metrics.set_alive(state.is_loaded and state.why_not_alive() is None)
+    return Response(state.metrics.render(), media_type=metrics.CONTENT_TYPE)

@@ -1,0 +1,82 @@
+"""What every request passes first: a request id, a last resort for unexpected errors, the API key. Raw ASGI."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sol.errors import AuthenticationError
+from sol.server.errors import error_response, report
+
+_SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+_PROTECTED = ("/v1/", "/tokenize", "/detokenize")
+
+
+class RequestIdMiddleware:
+    """Give every response `x-request-id`, the client's own where it sent a sane one, and turn whatever nobody caught
+    into a 500 of the usual shape."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent = _header(scope, b"x-request-id")
+        request_id = sent.decode() if _SANE_REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if started:  # uvicorn logs it and cuts the connection: half a body must not look whole
+                raise
+            report(error)
+            await error_response(error)(scope, receive, send_with_id)
+
+
+class ApiKeyMiddleware:
+    """Ask for `Authorization: Bearer KEY` on everything that costs work or tells of the model. Health, version and
+    metrics stay open: probes and scrapers have no keys."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._keys and scope["type"] == "http" and scope["path"].startswith(_PROTECTED):
+            scheme, _, key = _header(scope, b"authorization").partition(b" ")
+            if scheme.lower() != b"bearer" or not self._knows(key.strip()):
+                message = "no API key" if not key else "unknown API key"
+                error = AuthenticationError(f"{message}: send the header 'Authorization: Bearer KEY'")
+                scope["app"].state.sol.metrics.count_error(error.status, error.code)
+                response = error_response(error)
+                response.headers["www-authenticate"] = "Bearer"
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _knows(self, key: bytes) -> bool:
+        # Every key is compared, and each in constant time: how long it takes tells nothing about any of them.
+        matches = [hmac.compare_digest(key, known) for known in self._keys]
+        return any(matches)
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return b""

@@ -1,0 +1,95 @@
+"""From a request's body to `SamplingParams`, and the seeds of requests that bring none.
+
+Defaults are OpenAI's: temperature 1, top_p 1, `max_tokens` 16 for completions and the rest of the context for chat.
+Sampling defaults that a model ships in `generation_config.json` are not applied: the same request means the same on
+every model. (vLLM applies them; a client that wants them sends them.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+from sol.errors import RequestError
+from sol.sampling_params import MAX_LOGPROBS, SamplingParams
+from sol.server.protocol import ChatBody, CompletionBody, GenerationBody
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+_PLAIN_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "n", "stop_token_ids", "seed", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+
+
+class SeedSource:
+    """Seeds for requests that bring none: the k-th depends on the server's seed and k alone."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._counter = itertools.count()
+
+    def next(self) -> int:
+        """A number from 0 to 2**63 - 1."""
+        place = f"{self._seed}:{next(self._counter)}".encode()
+        return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
+
+
+def chat_params(body: ChatBody) -> SamplingParams:
+    """Raises `RequestError`."""
+    _check_stream_options(body)
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise RequestError(
+            f"max_tokens ({body.max_tokens}) is the old name of max_completion_tokens "
+            f"({body.max_completion_tokens}); send one of them",
+            param="max_tokens",
+        )
+    if body.top_logprobs is not None:
+        if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs must be 0 to {MAX_LOGPROBS}, not {body.top_logprobs}", param="top_logprobs"
+            )
+        if not body.logprobs and body.top_logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    name = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
+    return _params(
+        body,
+        max_tokens=getattr(body, name),
+        max_tokens_name=name,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def completion_params(body: CompletionBody) -> SamplingParams:
+    """Raises `RequestError`."""
+    _check_stream_options(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError(
+            f"best_of is not supported unless it equals n: it is {body.best_of}, n is {body.n or 1}", param="best_of"
+        )
+    if body.echo and body.logprobs is not None:
+        raise RequestError(
+            "echo with logprobs is not supported: Sol does not compute logprobs of the prompt", param="echo"
+        )
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    return _params(body, max_tokens=max_tokens, max_tokens_name="max_tokens", logprobs=body.logprobs)
+
+
+def _params(
+    body: GenerationBody, *, max_tokens: int | None, max_tokens_name: str, logprobs: int | None
+) -> SamplingParams:
+    given = {name: value for name in _PLAIN_FIELDS if (value := getattr(body, name)) is not None}
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens, logprobs=logprobs, stop=body.stop, logit_bias=body.logit_bias, **given
+        )
+    except RequestError as error:
+        if error.param == "max_tokens" != max_tokens_name:
+            message = error.message.replace("max_tokens", max_tokens_name, 1)
+            raise RequestError(message, param=max_tokens_name) from None
+        raise
+
+
+def _check_stream_options(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream: true", param="stream_options")

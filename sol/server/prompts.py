@@ -1,0 +1,135 @@
+"""From a request's words to prompt token ids: chat templates, tokenization, and whether the result fits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from sol.errors import ContextLengthError, RequestError
+from sol.sampling_params import SamplingParams
+from sol.server.state import ServedModel
+
+_LONG_TEXT = 4096
+"""Characters above which tokenization leaves the event loop."""
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+_RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token")
+
+
+async def encode(model: ServedModel, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    """Token ids of a text. Raises `ContextLengthError` for one that is too long whatever its tokens are."""
+    if len(text) > model.max_prompt_chars:
+        raise ContextLengthError(
+            f"{param} has {len(text)} characters, more than the model's context of {model.info.max_model_len} tokens "
+            "can hold; shorten it",
+            param=param,
+        )
+    if len(text) <= _LONG_TEXT:
+        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+async def render_chat(
+    model: ServedModel,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    template_kwargs: dict[str, Any] | None,
+) -> str:
+    """The text a chat becomes by the model's template. Raises `RequestError`."""
+    if model.chat_template is None:
+        raise RequestError(
+            f"the model {model.info.model!r} has no chat template; use /v1/completions", param="messages"
+        )
+    kwargs = template_kwargs or {}
+    for name in _RESERVED_TEMPLATE_NAMES:
+        if name in kwargs:
+            raise RequestError(f"chat_template_kwargs must not contain {name}", param="chat_template_kwargs")
+    flat = flatten_messages(messages)
+    return model.chat_template.render(flat, add_generation_prompt=add_generation_prompt, **kwargs)
+
+
+def flatten_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates want them: `content` a string, OpenAI's `developer` as `system`.
+
+    Text parts are joined by a newline, as vLLM joins them. Raises `RequestError` naming what is wrong.
+    """
+    if not messages:
+        raise RequestError("messages must not be empty", param="messages")
+    return [_flatten_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _flatten_message(message: dict[str, Any], path: str) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestError(
+            f"{path}.role must be one of {', '.join(_ROLES)}, not {str(role)[:80]!r}", param=f"{path}.role"
+        )
+    flat: dict[str, Any] = {"role": _ROLES[role], "content": _flatten_content(message.get("content"), path)}
+    for key, value in message.items():
+        if key in ("role", "content"):
+            continue
+        if key in ("name", "tool_call_id"):
+            if value is not None and not isinstance(value, str):
+                raise RequestError(f"{path}.{key} must be a string", param=f"{path}.{key}")
+            if value is not None:
+                flat[key] = value
+        # What a client gets in one answer it sends back in the next request, empty fields and all.
+        elif value not in (None, [], {}):
+            raise RequestError(f"{path}.{key[:80]} is not supported; remove it", param=f"{path}.{key[:80]}")
+    return flat
+
+
+def _flatten_content(content: Any, path: str) -> str:
+    if isinstance(content, str):
+        return content
+    param = f"{path}.content"
+    if not isinstance(content, list) or not content:
+        raise RequestError(f"{param} must be a string or a list of text parts", param=param)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise RequestError(
+                f"{param}[{i}] must be a text part, {{'type': 'text', 'text': …}}; this model reads text only",
+                param=f"{param}[{i}]",
+            )
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{param}[{i}].text must be a string", param=f"{param}[{i}].text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def check_length(model: ServedModel, num_prompt_tokens: int, params: SamplingParams, *, param: str) -> None:
+    """Raise `RequestError` for an empty prompt, `ContextLengthError` for one that leaves too little room."""
+    limit = model.info.max_model_len
+    if num_prompt_tokens == 0:
+        raise RequestError(f"{param} has no tokens; send at least one", param=param)
+    if num_prompt_tokens >= limit:
+        raise ContextLengthError(
+            f"{param} has {num_prompt_tokens} tokens, but the model's context is {limit} tokens, prompt and output "
+            "together; shorten it",
+            param=param,
+        )
+    if params.max_tokens is not None and num_prompt_tokens + params.max_tokens > limit:
+        raise ContextLengthError(
+            f"{param} has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}: together more than the "
+            f"model's context of {limit} tokens; shorten the prompt or ask for at most {limit - num_prompt_tokens}",
+            param=param,
+        )
+    if params.min_tokens > limit - num_prompt_tokens:
+        raise ContextLengthError(
+            f"min_tokens is {params.min_tokens}, but a prompt of {num_prompt_tokens} tokens leaves room for "
+            f"{limit - num_prompt_tokens}",
+            param="min_tokens",
+        )
+
+
+def check_token_ids(model: ServedModel, token_ids: list[int], *, param: str) -> None:
+    """Raise `RequestError` for an id outside of the vocabulary."""
+    highest = max(token_ids, default=0)
+    if highest >= model.info.vocab_size:
+        raise RequestError(
+            f"{param}: token id {highest} is not in the vocabulary of {model.info.vocab_size} tokens", param=param
+        )

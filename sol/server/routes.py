@@ -1,0 +1,50 @@
+"""The routes, put together."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+
+from sol.errors import SolError
+from sol.server import health, models
+from sol.server.chat import chat_completions
+from sol.server.completions import completions
+from sol.server.errors import handle_disconnect, handle_error, handle_http_exception
+from sol.server.middleware import ApiKeyMiddleware, RequestIdMiddleware
+from sol.server.state import ServerState
+from sol.server.tokenize import detokenize, tokenize
+
+
+def create_app(state: ServerState) -> Starlette:
+    """An ASGI application. `sol.server.app` gives it a port, a loaded model and an end."""
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/models", models.list_models),
+            Route("/v1/models/{name:path}", models.retrieve_model),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
+            Route("/live", health.live),
+            Route("/ready", health.ready),
+            Route("/health", health.ready),
+            Route("/ping", health.ready),
+            Route("/version", health.version),
+            Route("/metrics", health.scrape),
+        ],
+        middleware=[
+            Middleware(RequestIdMiddleware),
+            Middleware(ApiKeyMiddleware, state.config.api_keys),
+        ],
+        exception_handlers={
+            SolError: handle_error,
+            HTTPException: handle_http_exception,
+            ClientDisconnect: handle_disconnect,
+        },
+    )
+    app.router.redirect_slashes = False
+    app.state.sol = state
+    return app

@@ -1,0 +1,61 @@
+"""`/tokenize` and `/detokenize`, with vLLM's bodies."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from sol.errors import RequestError
+from sol.server.parsing import parse_body
+from sol.server.prompts import check_token_ids, encode, render_chat
+from sol.server.protocol import DetokenizeBody, TokenizeBody
+from sol.server.state import ServerState
+
+
+async def tokenize(request: Request) -> Response:
+    """`{prompt}` or `{messages}` to `{count, max_model_len, tokens, token_strs}`."""
+    state: ServerState = request.app.state.sol
+    model = state.model
+    body = await parse_body(request, TokenizeBody)
+    state.check_model_name(body.model)
+    if body.messages is None and body.prompt is None:
+        raise RequestError("prompt is required (or messages)", param="prompt")
+    if body.messages is not None:
+        if body.prompt is not None:
+            raise RequestError("prompt and messages exclude each other; send one of them", param="prompt")
+        param = "messages"
+        text = await render_chat(
+            model,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_kwargs=body.chat_template_kwargs,
+        )
+    else:
+        param = "prompt"
+        text = body.prompt or ""
+        for name in ("add_generation_prompt", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise RequestError(f"{name} goes with messages, not with a prompt", param=name)
+    add_special_tokens = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+    token_ids = await encode(model, text, add_special_tokens=add_special_tokens, param=param)
+    token_strs = [model.tokenizer.id_to_token(i) for i in token_ids] if body.return_token_strs else None
+    return JSONResponse(
+        {
+            "count": len(token_ids),
+            "max_model_len": model.info.max_model_len,
+            "tokens": token_ids,
+            "token_strs": token_strs,
+        }
+    )
+
+
+async def detokenize(request: Request) -> Response:
+    """`{tokens}` to `{prompt}`, special tokens written out."""
+    state: ServerState = request.app.state.sol
+    model = state.model
+    body = await parse_body(request, DetokenizeBody)
+    state.check_model_name(body.model)
+    if any(token_id < 0 for token_id in body.tokens):
+        raise RequestError(f"tokens must be token ids (at least 0), not {min(body.tokens)}", param="tokens")
+    check_token_ids(model, body.tokens, param="tokens")
+    return JSONResponse({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
