@@ -27,8 +27,8 @@ from sol.engine.types import EngineInfo
 from sol.errors import ConfigError
 from sol.models.config import load_model_config
 from sol.models.source import resolve
-from sol.server.routes import create_app
 from sol.server.config import ServerConfig
+from sol.server.routes import create_app
 from sol.server.state import ServedModel, ServerState
 from sol.text.chat_template import ChatTemplate, load_chat_template
 from sol.text.tokenizer import Tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -19,7 +18,7 @@ from sol.server.parsing import parse_body
 from sol.server.prompts import check_length, encode, render_chat
 from sol.server.protocol import ChatBody
 from sol.server.state import ServedModel, ServerState
-from sol.server.streaming import DONE, EventStream, event, quote, run_until_disconnect
+from sol.server.streaming import DONE, EventStream, event, quote, run_until_disconnect, to_json
 from sol.version import __version__
 
 
@@ -75,9 +74,9 @@ class _Chat:
         }
 
     async def events(self, include_usage: bool) -> AsyncGenerator[str, None]:
-        head = json.dumps(self._head("chat.completion.chunk"))[:-1]
-        before = f'data: {head}, "choices": [{{"index": '
-        after = "}]" + (', "usage": null' if include_usage else "") + "}\n\n"
+        head = event(self._head("chat.completion.chunk")).rstrip()[:-1]
+        before = f'{head},"choices":[{{"index":'
+        after = "}]" + (',"usage":null' if include_usage else "") + "}\n\n"
         started = False
         async with aclosing(generate(self._state, self._choices)) as outputs:
             async for output in outputs:
@@ -85,18 +84,18 @@ class _Chat:
                 parts = []
                 if not started:
                     started = True
-                    role = '"delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null'
-                    parts += [f"{before}{choice.index}, {role}{after}" for choice in self._choices]
+                    role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+                    parts += [f"{before}{choice.index},{role}{after}" for choice in self._choices]
                 if output.text or output.logprobs:
-                    logprobs = json.dumps(self._logprobs(output)) if output.logprobs else "null"
+                    logprobs = to_json(self._logprobs(output)) if output.logprobs else "null"
                     parts.append(
-                        f'{before}{index}, "delta": {{"content": {quote(output.text)}}}, "logprobs": {logprobs}, '
-                        f'"finish_reason": null{after}'
+                        f'{before}{index},"delta":{{"content":{quote(output.text)}}},"logprobs":{logprobs},'
+                        f'"finish_reason":null{after}'
                     )
                 if output.finish_reason is not None:
                     parts.append(
-                        f'{before}{index}, "delta": {{}}, "logprobs": null, "finish_reason": "{output.finish_reason}", '
-                        f'"stop_reason": {json.dumps(output.stop_reason)}{after}'
+                        f'{before}{index},"delta":{{}},"logprobs":null,"finish_reason":"{output.finish_reason}",'
+                        f'"stop_reason":{to_json(output.stop_reason)}{after}'
                     )
                 if parts:
                     yield "".join(parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -20,7 +19,7 @@ from sol.server.parsing import parse_body
 from sol.server.prompts import check_length, check_token_ids, encode
 from sol.server.protocol import CompletionBody
 from sol.server.state import ServedModel, ServerState
-from sol.server.streaming import DONE, EventStream, event, quote, run_until_disconnect
+from sol.server.streaming import DONE, EventStream, event, quote, run_until_disconnect, to_json
 from sol.version import __version__
 
 
@@ -96,9 +95,9 @@ class _Completion:
         }
 
     async def events(self, include_usage: bool) -> AsyncGenerator[str, None]:
-        head = json.dumps(self._head())[:-1]
-        before = f'data: {head}, "choices": [{{"index": '
-        after = "}]" + (', "usage": null' if include_usage else "") + "}\n\n"
+        head = event(self._head()).rstrip()[:-1]
+        before = f'{head},"choices":[{{"index":'
+        after = "}]" + (',"usage":null' if include_usage else "") + "}\n\n"
         started = False
         async with aclosing(generate(self._state, self._choices)) as outputs:
             async for output in outputs:
@@ -106,13 +105,13 @@ class _Completion:
                 if not started:
                     started = True
                     parts = [
-                        f'{before}{i}, "text": {quote(text)}, "logprobs": null, "finish_reason": null, '
-                        f'"stop_reason": null{after}'
+                        f'{before}{i},"text":{quote(text)},"logprobs":null,"finish_reason":null,'
+                        f'"stop_reason":null{after}'
                         for i, text in enumerate(self._echoed)
                         if text
                     ]
                 if output.text or output.logprobs or output.finish_reason is not None:
-                    parts.append(f"{before}{output.choice.index}, {self._chunk(output)}{after}")
+                    parts.append(f"{before}{output.choice.index},{self._chunk(output)}{after}")
                 if parts:
                     yield "".join(parts)
         last = DONE
@@ -121,10 +120,10 @@ class _Completion:
         yield last
 
     def _chunk(self, output: ChoiceOutput) -> str:
-        logprobs = json.dumps(self._logprobs(output)) if output.logprobs else "null"
+        logprobs = to_json(self._logprobs(output)) if output.logprobs else "null"
         return (
-            f'"text": {quote(output.text)}, "logprobs": {logprobs}, "finish_reason": '
-            f'{json.dumps(output.finish_reason)}, "stop_reason": {json.dumps(output.stop_reason)}'
+            f'"text":{quote(output.text)},"logprobs":{logprobs},"finish_reason":'
+            f'{to_json(output.finish_reason)},"stop_reason":{to_json(output.stop_reason)}'
         )
 
     def _logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:

@@ -49,7 +49,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
             return list(value)
         if _are_token_ids(value):
             return [value]
-        if all(isinstance(item, list) and _are_token_ids(item) for item in value):
+        if all(isinstance(item, list) and item and _are_token_ids(item) for item in value):
             return list(value)
     raise ValueError(
         "must be a string, a list of strings, a list of token ids, or a list of lists of token ids; none of them empty"

@@ -33,8 +33,12 @@ def quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def to_json(data: object) -> str:
+    return json.dumps(data, separators=(",", ":"))
+
+
 def event(data: object) -> str:
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+    return f"data: {to_json(data)}\n\n"
 
 
 async def run_until_disconnect(state: ServerState, receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sol.errors import RequestError
+from sol.server.prompts import flatten_messages
+
+
+def test_roles_and_contents() -> None:
+    assert flatten_messages(
+        [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "name": "Ann", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []},
+            {"role": "tool", "content": "d", "tool_call_id": "1"},
+        ]
+    ) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "name": "Ann", "content": "a\nb"},
+        {"role": "assistant", "content": "c"},
+        {"role": "tool", "content": "d", "tool_call_id": "1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": "a"}, "messages[1].role"),
+        ({"role": "robot", "content": "a"}, "messages[1].role"),
+        ({"role": ["user"], "content": "a"}, "messages[1].role"),
+        ({"role": "user"}, "messages[1].content"),
+        ({"role": "assistant", "content": None}, "messages[1].content"),
+        ({"role": "user", "content": []}, "messages[1].content"),
+        ({"role": "user", "content": 5}, "messages[1].content"),
+        ({"role": "user", "content": ["a"]}, "messages[1].content[0]"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[1].content[0]"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages[1].content[0].text"),
+        ({"role": "user", "content": "a", "name": 5}, "messages[1].name"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls"),
+        ({"role": "user", "content": "a", "colour": "red"}, "messages[1].colour"),
+    ],
+)
+def test_what_a_message_cannot_be(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as error:
+        flatten_messages([{"role": "user", "content": "Hi"}, message])
+    assert error.value.param == param
+    assert param in error.value.message
+
+
+def test_no_messages() -> None:
+    with pytest.raises(RequestError) as error:
+        flatten_messages([])
+    assert error.value.param == "messages"

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sol.errors import RequestError
+from sol.sampling_params import SamplingParams
+from sol.server.params import SeedSource, chat_params, completion_params
+from sol.server.protocol import ChatBody, CompletionBody
+
+
+def chat(**fields: Any) -> SamplingParams:
+    return chat_params(ChatBody.model_validate({"messages": [{}], **fields}))
+
+
+def completion(**fields: Any) -> SamplingParams:
+    return completion_params(CompletionBody.model_validate({"prompt": "Hi", **fields}))
+
+
+def test_defaults_are_openais() -> None:
+    assert chat() == SamplingParams(max_tokens=None)
+    assert completion() == SamplingParams(max_tokens=16)
+
+
+def test_every_parameter_arrives() -> None:
+    fields: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "n": 3, "stop": ["a"], "stop_token_ids": [5],
+        "seed": 7, "presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.1,
+        "ignore_eos": True, "min_tokens": 2, "max_tokens": 9, "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }  # fmt: skip
+    expected = SamplingParams(**fields, logit_bias={5: 1.0}, logprobs=4)
+    assert completion(**fields, logit_bias={"5": 1}, logprobs=4) == expected
+    assert chat(**fields, logit_bias={"5": 1}, logprobs=True, top_logprobs=4) == expected
+
+
+def test_names_of_the_token_limit() -> None:
+    assert chat(max_completion_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=5).max_tokens == 5
+    with pytest.raises(RequestError, match="old name") as error:
+        chat(max_tokens=5, max_completion_tokens=6)
+    assert error.value.param == "max_tokens"
+    for name in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(RequestError, match=f"^{name} must be at least 1, not 0") as error:
+            chat(**{name: 0})
+        assert error.value.param == name
+
+
+def test_logprobs_of_a_chat() -> None:
+    assert chat(logprobs=True).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).logprobs == 20
+    assert chat(logprobs=False).logprobs is None
+    assert chat(top_logprobs=0).logprobs is None
+    for fields in ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}, {"logprobs": True, "top_logprobs": -1}):
+        with pytest.raises(RequestError) as error:
+            chat(**fields)
+        assert error.value.param == "top_logprobs"
+
+
+def test_logprobs_of_a_completion() -> None:
+    assert completion(logprobs=0).logprobs == 0
+    with pytest.raises(RequestError) as error:
+        completion(logprobs=21)
+    assert error.value.param == "logprobs"
+    with pytest.raises(RequestError) as error:
+        completion(logprobs=1, echo=True)
+    assert error.value.param == "echo"
+
+
+def test_best_of_must_be_n() -> None:
+    assert completion(best_of=1).n == 1
+    assert completion(best_of=2, n=2).n == 2
+    with pytest.raises(RequestError) as error:
+        completion(best_of=3, n=2)
+    assert error.value.param == "best_of"
+
+
+def test_stream_options_need_a_stream() -> None:
+    assert chat(stream=True, stream_options={"include_usage": True}).n == 1
+    with pytest.raises(RequestError) as error:
+        chat(stream_options={"include_usage": True})
+    assert error.value.param == "stream_options"
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "n", "min_p", "presence_penalty", "repetition_penalty"])
+def test_a_value_out_of_range_names_its_field(name: str) -> None:
+    with pytest.raises(RequestError) as error:
+        chat(**{name: 1000})
+    assert error.value.param == name
+
+
+def test_seeds_are_a_counter_and_the_servers_seed() -> None:
+    first, again, other = SeedSource(0), SeedSource(0), SeedSource(-1)
+    seeds = [first.next() for _ in range(1000)]
+    assert seeds == [again.next() for _ in range(1000)]
+    assert len(set(seeds)) == 1000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert not set(seeds) & {other.next() for _ in range(1000)}
