@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sol.errors import CheckpointError
+from sol.errors import CheckpointError, UnsupportedModelError
 from sol.models.config import ModelConfig
 from sol.models.dequantize import dequantize
 from sol.models.gguf import BLOCK_SIZES, GGUFFile
 
-_CHUNK_ELEMENTS: Final = 1 << 22
-"""So many elements are dequantised at once, which bounds the float32 copy."""
+_CHUNK_ELEMENTS: Final = 1 << 18
+"""So many elements are dequantised at once: their float32 copies stay in a core's cache."""
 
 _GLOBAL_NAMES: Final = {
     "token_embd": "model.embed_tokens",
@@ -83,8 +83,14 @@ class GGUFCheckpoint:
         theirs = self._names[name]
         tensor = self._file.tensors[theirs]
         block, block_nbytes = BLOCK_SIZES[tensor.type]
+        if len(tensor.shape) == 1 and block != 1:
+            raise UnsupportedModelError(
+                f"{self._file.path}: {theirs} has one dimension and the type {tensor.type}; supported are F32, F16 and "
+                "BF16 for norms and biases",
+                param="model",
+            )
         # [rows, bytes of a row]; every row is whole blocks, so rows can be moved about and cut between.
-        columns = tensor.shape[-1] if len(tensor.shape) > 1 else block
+        columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
         rows = self._rows_in_order(theirs, self._file.data(theirs).reshape(-1, columns // block * block_nbytes))
         step = max(1, _CHUNK_ELEMENTS // columns)
         result = torch.empty((len(rows), columns), dtype=dtype, device=device)

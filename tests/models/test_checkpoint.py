@@ -1,0 +1,281 @@
+"""Checkpoints against what transformers and the `gguf` package wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import GGUFOptions, TinyLlama, gguf_name, make_llama, write_gguf
+
+from sol.errors import CheckpointError, UnsupportedModelError
+from sol.models import gguf_checkpoint
+from sol.models.checkpoint import SafetensorsCheckpoint, open_checkpoint
+from sol.models.config import ModelConfig, load_model_config
+from sol.models.dequantize import dequantize
+from sol.models.dummy_checkpoint import DummyCheckpoint, parameter_shapes
+from sol.models.gguf import BLOCK_SIZES
+from sol.models.source import ModelFiles, resolve
+
+Factory = Callable[..., TinyLlama]
+
+
+def assert_holds(files: ModelFiles, expected: dict[str, torch.Tensor]) -> None:
+    checkpoint = open_checkpoint(files)
+    assert checkpoint.names() == expected.keys()
+    for name, weight in expected.items():
+        assert checkpoint.shape(name) == tuple(weight.shape), name
+        loaded = checkpoint.load(name, torch.float32)
+        assert torch.equal(loaded, weight.float()), name
+    assert checkpoint.nbytes == sum(checkpoint.stored_nbytes(name) for name in expected)
+
+
+# --- safetensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_safetensors_hold_what_transformers_saved(tiny_llama: Factory, dtype: torch.dtype) -> None:
+    tiny = tiny_llama(dtype=dtype)
+    assert_holds(resolve(str(tiny.directory)), tiny.weights)
+    checkpoint = open_checkpoint(resolve(str(tiny.directory)))
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert checkpoint.load(name, torch.bfloat16).dtype == torch.bfloat16
+    assert checkpoint.stored_nbytes(name) == 96 * 64 * dtype.itemsize
+
+
+def test_sharded_safetensors(tiny_llama: Factory) -> None:
+    tiny = tiny_llama(max_shard_size="60KB", tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
+    files = resolve(str(tiny.directory))
+    assert len(files.safetensors) > 3
+    assert_holds(files, tiny.weights)
+
+
+def files_of(directory: Path) -> ModelFiles:
+    return ModelFiles(
+        name="x",
+        root=directory,
+        load_format="safetensors",
+        safetensors=tuple(sorted(directory.glob("*.safetensors"))),
+    )
+
+
+def test_saved_rope_frequencies_are_no_parameters(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert SafetensorsCheckpoint(files_of(tmp_path)).names() == {"a.weight"}
+
+
+def test_a_tensor_in_two_shards_is_an_error(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({"lm_head.weight": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight twice.*b\.safetensors"):
+        SafetensorsCheckpoint(files_of(tmp_path))
+
+
+def test_unsupported_safetensors_type(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.ones(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"a\.weight has the type I8; supported are F32, F16, BF16"):
+        SafetensorsCheckpoint(files_of(tmp_path))
+
+
+def test_missing_shard_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "model-00002-of-00002.safetensors"
+    files = ModelFiles(name="x", root=tmp_path, load_format="safetensors", safetensors=(path,))
+    with pytest.raises(CheckpointError, match="model-00002-of-00002.safetensors is missing"):
+        SafetensorsCheckpoint(files)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git lfs pull"),
+        (b"\xff" * 64, "is damaged"),
+        (b"", "is damaged"),
+    ],
+)
+def test_damaged_safetensors(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        SafetensorsCheckpoint(files_of(tmp_path))
+
+
+def test_truncated_safetensors(tiny_llama: Factory, tmp_path: Path) -> None:
+    whole = (tiny_llama().directory / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        SafetensorsCheckpoint(files_of(tmp_path))
+
+
+# --- GGUF
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
+    """Random bits in every field, with the float16 ones kept finite: among them the largest, subnormals and -0."""
+    block, nbytes = BLOCK_SIZES[kind]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, size=(rows * columns // block, nbytes), dtype=np.uint8)
+    scales = {"Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q6_K": [208]}.get(kind, [])
+    special = np.array([0.0, -0.0, 6e-8, -6e-5, 1.0, 65504.0, -65504.0], dtype=np.float16)
+    for offset in scales:
+        values = generator.integers(0, 0x7C00, size=len(blocks)).astype(np.uint16)
+        values |= generator.integers(0, 2, size=len(blocks)).astype(np.uint16) << 15
+        values[: len(special)] = special.view(np.uint16)[: len(values)]
+        blocks[:, offset : offset + 2] = values[:, None].view(np.uint8)
+    if kind in ("F32", "F16", "BF16"):
+        floats = generator.normal(size=(len(blocks), 1)) * np.exp2(generator.integers(-20, 15, size=(len(blocks), 1)))
+        if kind == "BF16":
+            blocks = (floats.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        else:
+            blocks = floats.astype(np.float32 if kind == "F32" else np.float16).view(np.uint8)
+    return blocks.reshape(rows, columns // block * nbytes)
+
+
+@pytest.mark.parametrize("kind", BLOCK_SIZES)
+def test_dequantize_equals_gguf_bit_by_bit(kind: str) -> None:
+    rows = random_blocks(kind, 96, 512, seed=len(kind))
+    expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
+    found = dequantize(torch.from_numpy(rows), kind)
+    assert found.shape == (96, 512)
+    assert found.dtype == torch.float32
+    assert np.array_equal(found.numpy().view(np.uint32), expected.astype(np.float32).view(np.uint32))
+
+
+def test_block_sizes_and_type_names_are_ggml_s() -> None:
+    from sol.models.gguf import TYPE_NAMES
+
+    assert {int(kind): kind.name for kind in gguf.GGMLQuantizationType} == TYPE_NAMES
+    for kind, size in BLOCK_SIZES.items():
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == size
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("num_key_value_heads", [1, 2, 4])
+def test_gguf_holds_what_was_written(
+    tmp_path: Path, kind: str, num_key_value_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_checkpoint, "_CHUNK_ELEMENTS", 1000)  # several chunks, the last one smaller
+    model = make_llama(num_key_value_heads=num_key_value_heads, attention_bias=True, mlp_bias=True)
+    matrices = [gguf_name(name) for name, weight in model.state_dict().items() if weight.ndim == 2]
+    path = tmp_path / "tiny.gguf"
+    expected = write_gguf(path, model, GGUFOptions(quantization=dict.fromkeys(matrices, kind)))
+    assert_holds(resolve(str(path)), expected)
+    if kind == "F32":
+        for name, weight in model.state_dict().items():
+            assert torch.equal(expected[name], weight), name
+
+
+def test_gguf_q6_k_with_permuted_rows(tmp_path: Path) -> None:
+    model = make_llama(hidden_size=256, tie_word_embeddings=True)
+    raw = {
+        "blk.0.attn_q.weight": (random_blocks("Q6_K", 64, 256, 1), "Q6_K"),
+        "blk.1.attn_k.weight": (random_blocks("Q6_K", 32, 256, 2), "Q6_K"),
+        "token_embd.weight": (random_blocks("Q6_K", 320, 256, 3), "Q6_K"),
+    }
+    path = tmp_path / "tiny.gguf"
+    expected = write_gguf(path, model, GGUFOptions(raw=raw))
+    files = resolve(str(path))
+    assert_holds(files, expected)
+    checkpoint = open_checkpoint(files)
+    assert "lm_head.weight" not in checkpoint.names()
+    half = checkpoint.load("model.layers.0.mlp.up_proj.weight", torch.bfloat16)
+    assert torch.equal(half, expected["model.layers.0.mlp.up_proj.weight"].to(torch.bfloat16))
+
+
+def test_loading_leaves_the_file_s_bytes_alone(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_llama())
+    before = path.read_bytes()
+    checkpoint = open_checkpoint(resolve(str(path)))
+    name = "model.embed_tokens.weight"
+    loaded = checkpoint.load(name, torch.float32)
+    copy = loaded.clone()
+    loaded.zero_()
+    assert torch.equal(checkpoint.load(name, torch.float32), copy)
+    assert path.read_bytes() == before
+
+
+def test_unknown_gguf_tensors_keep_their_names_and_rope_freqs_is_none(tmp_path: Path) -> None:
+    extra = {"rope_freqs.weight": np.ones(8, np.float32), "blk.0.attn_q_norm.weight": np.ones(16, np.float32)}
+    path = tmp_path / "tiny.gguf"
+    expected = write_gguf(path, make_llama(), GGUFOptions(tensors=extra))
+    names = open_checkpoint(resolve(str(path))).names()
+    assert names == expected.keys() | {"blk.0.attn_q_norm.weight"}
+
+
+def test_one_gguf_tensor_under_two_names_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_llama(), GGUFOptions(tensors={"blk.00.attn_norm.weight": np.ones(64, np.float32)}))
+    with pytest.raises(CheckpointError, match=r"blk\.00\.attn_norm\.weight and blk\.0\.attn_norm\.weight"):
+        open_checkpoint(resolve(str(path)))
+
+
+def test_gguf_rows_that_heads_cannot_share(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_llama(), GGUFOptions(metadata={"llama.attention.head_count": 48}))
+    checkpoint = open_checkpoint(resolve(str(path)))
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.weight has 64 rows, which 48 heads"):
+        checkpoint.load("model.layers.0.self_attn.q_proj.weight", torch.float32)
+
+
+def test_quantised_vector_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_llama(), GGUFOptions(raw={"output_norm.weight": (np.zeros(68, np.uint8), "Q8_0")}))
+    checkpoint = open_checkpoint(resolve(str(path)))
+    with pytest.raises(UnsupportedModelError, match=r"output_norm\.weight has one dimension and the type Q8_0"):
+        checkpoint.load("model.norm.weight", torch.float32)
+
+
+def test_smollm2_loads_whole(smollm2: ModelFiles) -> None:
+    checkpoint = open_checkpoint(smollm2)
+    config = load_model_config(smollm2)
+    assert {name: checkpoint.shape(name) for name in checkpoint.names()} == parameter_shapes(config)
+    weight = checkpoint.load("model.layers.0.self_attn.q_proj.weight", torch.float32)
+    reader = gguf.GGUFReader(smollm2.gguf)
+    stored = next(tensor for tensor in reader.tensors if tensor.name == "blk.0.attn_q.weight")
+    rows = gguf.quants.dequantize(stored.data, stored.tensor_type).reshape(9, 32, 2, 576)
+    assert np.array_equal(weight.numpy(), rows.swapaxes(1, 2).reshape(576, 576))
+
+
+# --- dummy
+
+
+def tiny_config(directory: Path, **changes: object) -> ModelConfig:
+    values = make_llama().config.to_dict() | {"architectures": ["LlamaForCausalLM"]} | changes
+    (directory / "config.json").write_text(json.dumps(values))
+    return load_model_config(resolve(str(directory), load_format="dummy"))
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_dummy_has_transformers_parameters(tmp_path: Path, tie: bool, bias: bool) -> None:
+    options = {"tie_word_embeddings": tie, "attention_bias": bias, "mlp_bias": bias}
+    model = make_llama(**options)
+    expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    if tie:
+        del expected["lm_head.weight"]
+    tiny_config(tmp_path, **options)
+    checkpoint = open_checkpoint(resolve(str(tmp_path), load_format="dummy"))
+    assert {name: checkpoint.shape(name) for name in checkpoint.names()} == expected
+
+
+def test_dummy_weights_are_a_function_of_seed_and_name(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, vocab_size=70_000, torch_dtype="bfloat16")
+    first, second = DummyCheckpoint(config), DummyCheckpoint(config)
+    name = "model.embed_tokens.weight"  # longer than the pool of random numbers
+    weight = first.load(name, torch.float32)
+    second.load("lm_head.weight", torch.bfloat16)
+    assert torch.equal(weight, second.load(name, torch.float32))
+    assert torch.equal(weight.to(torch.bfloat16), second.load(name, torch.bfloat16))
+    assert not torch.equal(weight, first.load("lm_head.weight", torch.float32))
+    assert not torch.equal(weight, DummyCheckpoint(config, seed=1).load(name, torch.float32))
+    assert abs(weight.std().item() - 0.02) < 1e-4
+    assert abs(weight.mean().item()) < 1e-4
+    assert len(torch.unique(weight[:, 0])) > 60_000  # rows do not repeat
+    assert torch.equal(first.load("model.norm.weight", torch.float32), torch.ones(64))
+    assert first.stored_nbytes(name) == 70_000 * 64 * 2
+    assert first.nbytes == sum(map(first.stored_nbytes, first.names()))

@@ -1,0 +1,168 @@
+"""Tiny Llama checkpoints with random weights, written by transformers and by the `gguf` package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+
+@dataclass(frozen=True)
+class TinyLlama:
+    """A checkpoint on disk and the transformers model it was saved from."""
+
+    directory: Path
+    model: LlamaForCausalLM
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """By Hugging Face name, without the tied copy of the embedding."""
+        state = self.model.state_dict()
+        if self.model.config.tie_word_embeddings:
+            state.pop("lm_head.weight", None)
+        return dict(state)
+
+
+def make_llama(*, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> LlamaForCausalLM:
+    """A random `LlamaForCausalLM` in evaluation mode; keyword arguments are LlamaConfig's, over tiny defaults.
+
+    Norms and biases are random too, so that a test notices when one is forgotten.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    values: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(values | config))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith(".bias"):
+                parameter.normal_(std=0.2)
+    return model.requires_grad_(False).to(dtype)
+
+
+def save_llama(directory: Path, *, max_shard_size: str = "1GB", **options: Any) -> TinyLlama:
+    """`make_llama(**options)` saved as config.json, generation_config.json and safetensors."""
+    model = make_llama(**options)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return TinyLlama(directory, model)
+
+
+@dataclass
+class GGUFOptions:
+    """What `write_gguf` does to a model on the way."""
+
+    quantization: dict[str, str] = field(default_factory=dict)
+    """GGUF tensor name → type that `gguf.quants.quantize` can make; others stay F32."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Added to what the converter writes, or instead of it; None removes a key."""
+    tensors: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    """Extra F32 tensors."""
+    raw: dict[str, tuple[npt.NDArray[np.uint8], str]] = field(default_factory=dict)
+    """Tensors replaced by the raw blocks (uint8 [rows, bytes of a row]) of a type."""
+
+
+def gguf_name(name: str) -> str:
+    """A Llama parameter's name in a GGUF file, from the `gguf` package's own table."""
+    import gguf
+
+    stem, suffix = name.rsplit(".", 1)
+    found: str | None = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 64).get_name(stem)
+    assert found is not None, name
+    return f"{found}.{suffix}"
+
+
+def permute(weight: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
+    """The row order that converters give q and k: the halves of each head interleaved."""
+    halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path, model: LlamaForCausalLM, options: GGUFOptions | None = None) -> dict[str, torch.Tensor]:
+    """Writes the model as llama.cpp's converter does. Returns what a reader must find, float32 by Hugging Face name."""
+    import gguf
+
+    options = options or GGUFOptions()
+    config = model.config
+    metadata: dict[str, Any] = {
+        "llama.vocab_size": config.vocab_size,
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.block_count": config.num_hidden_layers,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.key_length": config.head_dim,
+        "llama.attention.value_length": config.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "llama.rope.dimension_count": config.head_dim,
+        "llama.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "tokenizer.ggml.tokens": [f"token{index}" for index in range(config.vocab_size)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    metadata |= options.metadata
+    writer = gguf.GGUFWriter(path, metadata.pop("general.architecture", "llama"))
+    for key, value in metadata.items():
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
+    expected: dict[str, torch.Tensor] = {}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, parameter in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        theirs = gguf_name(name)
+        num_heads = next((count for module, count in heads.items() if f".{module}." in name), None)
+        weight = parameter.float().numpy()
+        kind = options.quantization.get(theirs, "F32")
+        if theirs in options.raw:
+            stored, kind = options.raw[theirs]
+        elif kind == "F32":
+            stored = weight if num_heads is None else permute(weight, num_heads)
+        else:
+            ordered = weight if num_heads is None else permute(weight, num_heads)
+            stored = gguf.quants.quantize(ordered, gguf.GGMLQuantizationType[kind])
+        ggml_type = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(theirs, stored, raw_dtype=ggml_type)
+        found = gguf.quants.dequantize(stored, ggml_type).reshape(weight.shape)
+        if num_heads is not None:  # the permutation of the other factorisation is its inverse
+            rows = found.shape[0] // num_heads
+            found = found.reshape(num_heads, rows // 2, 2, *found.shape[1:]).swapaxes(1, 2).reshape(found.shape)
+        expected[name] = torch.from_numpy(np.array(found, dtype=np.float32))
+    for name, values in options.tensors.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return expected
