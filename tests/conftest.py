@@ -20,7 +20,7 @@ def smollm2() -> ModelFiles:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyLlama]:
-    """`tiny_llama(**options)`: see `tiny_models.save_llama`. Equal options give the same checkpoint; do not change it."""
+    """`tiny_llama(**options)`: see `tiny_models.save_llama`. Equal options share one checkpoint: do not change it."""
     made: dict[str, TinyLlama] = {}
 
     def make(**options: Any) -> TinyLlama:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,12 +83,17 @@ class GGUFOptions:
     """Tensors replaced by the raw blocks (uint8 [rows, bytes of a row]) of a type."""
 
 
-def gguf_name(name: str) -> str:
-    """A Llama parameter's name in a GGUF file, from the `gguf` package's own table."""
+@functools.cache
+def _tensor_names() -> Any:
     import gguf
 
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 64)
+
+
+def gguf_name(name: str) -> str:
+    """A Llama parameter's name in a GGUF file, from the `gguf` package's own table."""
     stem, suffix = name.rsplit(".", 1)
-    found: str | None = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 64).get_name(stem)
+    found: str | None = _tensor_names().get_name(stem)
     assert found is not None, name
     return f"{found}.{suffix}"
 

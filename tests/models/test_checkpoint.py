@@ -86,7 +86,7 @@ def test_unsupported_safetensors_type(tmp_path: Path) -> None:
 def test_missing_shard_names_it(tmp_path: Path) -> None:
     path = tmp_path / "model-00002-of-00002.safetensors"
     files = ModelFiles(name="x", root=tmp_path, load_format="safetensors", safetensors=(path,))
-    with pytest.raises(CheckpointError, match="model-00002-of-00002.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
         SafetensorsCheckpoint(files)
 
 
