@@ -1,0 +1,141 @@
+"""A model as the list of ops it consists of.
+
+A model emits its list once; everything that computes it walks that same list (`run` here, one op at a time). The
+five ops of a decoder layer, in the order in which data goes through them:
+
+    AttentionInput   residual → q          norm, q/k/v projection, RoPE, write of k and v to the cache
+    PagedAttention   q → a
+    ProjectResidual  a → residual          output projection, added to the residual
+    MlpInput         residual → h          norm, gate/up projection, SiLU(gate) · up
+    ProjectResidual  h → residual          down projection, added to the residual
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sol.ops.batch import KVCache, RaggedBatch
+from sol.ops.weights import Linear, Norm, Rope
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInput:
+    layer: int
+    norm: Norm
+    qkv: Linear
+    """Rows: all query heads, then all key heads, then all value heads."""
+    rope: Rope
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    layer: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectResidual:
+    weight: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class MlpInput:
+    norm: Norm
+    gate_up: Linear
+    """Rows: gate, then up."""
+
+
+Op = AttentionInput | PagedAttention | ProjectResidual | MlpInput
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    embedding: torch.Tensor
+    """[vocab_size, hidden_size]"""
+    body: tuple[Op, ...]
+    final_norm: Norm
+    head: Linear
+    """[vocab_size, hidden_size]; shares the embedding's storage where the two are tied."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of distinct weight storage; a tied head counts once, RoPE tables do not."""
+        sizes: dict[int, int] = {}
+
+        def add(tensor: torch.Tensor | None) -> None:
+            if tensor is not None:
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+
+        def add_linear(linear: Linear) -> None:
+            add(linear.bias)
+            for segment in linear.segments:
+                add(segment.weight)
+
+        add(self.embedding)
+        add(self.final_norm.weight)
+        add_linear(self.head)
+        for op in self.body:
+            match op:
+                case AttentionInput(norm=norm, qkv=linear) | MlpInput(norm=norm, gate_up=linear):
+                    add(norm.weight)
+                    add_linear(linear)
+                case ProjectResidual(weight=linear):
+                    add_linear(linear)
+                case PagedAttention():
+                    pass
+        return sum(sizes.values())
+
+
+class Ops(Protocol):
+    """A backend. T tokens, R requests, D hidden size, H query heads, K key/value heads, E head size."""
+
+    def prepare(self, program: Program, batch: RaggedBatch, kv_cache: KVCache) -> Any:
+        """What a backend computes once a step for all layers; handed back to `attention_input` and `paged_attention`."""
+        ...
+
+    def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """[T] → [T, D]"""
+        ...
+
+    def attention_input(self, residual: torch.Tensor, op: AttentionInput, plan: Any) -> torch.Tensor:
+        """[T, D] → q [T, H, E]; writes k and v to the cache."""
+        ...
+
+    def paged_attention(self, q: torch.Tensor, op: PagedAttention, plan: Any) -> torch.Tensor:
+        """[T, H, E] → [T, H · E]; each token sees its request's tokens up to and including itself."""
+        ...
+
+    def project_residual(self, x: torch.Tensor, weight: Linear, residual: torch.Tensor) -> torch.Tensor:
+        """[T, in] and [T, D] → [T, D]; may reuse `residual`'s storage."""
+        ...
+
+    def mlp_input(self, residual: torch.Tensor, op: MlpInput) -> torch.Tensor:
+        """[T, D] → [T, intermediate_size]"""
+        ...
+
+    def logits(self, residual: torch.Tensor, norm: Norm, head: Linear) -> torch.Tensor:
+        """[S, D] → [S, vocab_size] float32"""
+        ...
+
+
+def run(program: Program, ops: Ops, batch: RaggedBatch, kv_cache: KVCache) -> torch.Tensor:
+    """One forward pass: writes the step's keys and values, returns logits [S, vocab_size] of `batch.logits_rows`."""
+    plan = ops.prepare(program, batch, kv_cache)
+    residual = ops.embed(batch.token_ids, program.embedding)
+    x = residual
+    for op in program.body:
+        if isinstance(op, AttentionInput):
+            x = ops.attention_input(residual, op, plan)
+        elif isinstance(op, PagedAttention):
+            x = ops.paged_attention(x, op, plan)
+        elif isinstance(op, MlpInput):
+            x = ops.mlp_input(residual, op)
+        else:
+            residual = ops.project_residual(x, op.weight, residual)
+    return ops.logits(residual[batch.logits_rows], program.final_norm, program.head)
