@@ -1,9 +1,9 @@
 """The engine in a process of its own.
 
 The parent starts the child, writes it a `wire.StartUp` over its stdin, and waits for `wire.Ready`. From then on they
-talk over two ZeroMQ sockets (requests one way, outputs the other) in a private directory. Neither queue has a limit:
-the engine must never wait for a slow reader, and `add` must never wait for the engine; what can pile up is bounded by
-the tokens of the open requests.
+talk over two ZeroMQ sockets, requests one way and outputs the other. Neither queue has a limit: the engine must never
+wait for a slow reader, and `add` must never wait for the engine; what can pile up is bounded by the tokens of the open
+requests. The sockets' files are gone as soon as both are connected, so that no way to die leaves them behind.
 
 Each side learns of the other's death from the kernel, however it died: the parent from a process descriptor that it
 polls together with the socket, the child from the end of its stdin.
@@ -11,6 +11,7 @@ polls together with the socket, the child from the end of its stdin.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import zmq
@@ -33,6 +34,7 @@ from sol.errors import ConfigError, EngineDeadError, SolError
 
 ENGINE_COMMAND = (sys.executable, "-m", "sol.assemble")
 
+_RETRY_MS = 10
 _LAST_WORDS_MS = 200
 """How long what a dead child sent may still be on its way through the socket."""
 _ASK_SECONDS = 3.0
@@ -43,6 +45,8 @@ _FLUSH_MS = 2000
 _MAX_SOCKET_PATH = 100
 """Linux allows 107 bytes."""
 _STDIN, _STDERR = 0, 2
+
+_Message = TypeVar("_Message", wire.Hello, wire.Ready, wire.Output)
 
 
 # ── the parent's side ────────────────────────────────────────────────────────────────────────────────────────────
@@ -91,10 +95,7 @@ class ProcessClient:
                 self._requests.send(frame)
 
     def receive(self) -> EngineOutput:
-        message = self._receive()
-        if not isinstance(message, wire.Output):
-            raise EngineDeadError(f"the engine sent {type(message).__name__} where an output was due")
-        return message.output
+        return self._expect(wire.Output).output
 
     def close(self) -> None:
         """Ask the child to end, terminate it if it does not, kill it if it still does not. Takes seconds at worst."""
@@ -129,22 +130,27 @@ class ProcessClient:
             output_address=f"ipc://{output_path}",
         )
         self._tell(wire.encode_start_up(start_up))
+        # The side that connects can always send: ZeroMQ queues what it sends, and tries again until its peer is there.
+        self._requests.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
+        self._requests.connect(start_up.input_address)
+        self._requests.send(wire.encode(wire.Hello()))
+        self._expect(wire.Hello)
+        shutil.rmtree(self._directory)
+        return self._expect(wire.Ready).info
+
+    def _expect(self, kind: type[_Message]) -> _Message:
         message = self._receive()
         if isinstance(message, wire.Failed):
             raise message.to_error()
-        if not isinstance(message, wire.Ready):
-            raise EngineDeadError(f"the engine sent {type(message).__name__} before it was ready")
-        # The side that connects can always send: ZeroMQ keeps its queue even while there is no peer.
-        self._requests.connect(start_up.input_address)
-        return message.info
+        if not isinstance(message, kind):
+            raise EngineDeadError(f"the engine sent {type(message).__name__} where {kind.__name__} was due")
+        return message
 
     def _tell(self, data: bytes) -> None:
         assert self._child.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the child is gone already; `_receive` says how
             self._child.stdin.write(data)
             self._child.stdin.flush()
-        except BrokenPipeError:
-            pass  # the child is gone already; `_receive` says how
 
     def _receive(self) -> wire.FromEngine:
         with self._receiving:
@@ -195,7 +201,8 @@ def _end_process(process: subprocess.Popen[bytes], *, ask_seconds: float) -> Non
             process.kill()
             process.wait()
     assert process.stdin is not None
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # it never read its start-up message
+        process.stdin.close()
 
 
 def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
@@ -239,6 +246,8 @@ def _run(start_up: wire.StartUp, build: Callable[[EngineConfig], EngineCore]) ->
     try:
         requests.bind(start_up.input_address)
         outputs.connect(start_up.output_address)
+        wire.decode_to_engine(requests.recv())  # Hello
+        outputs.send(wire.encode(wire.Hello()))
         try:
             core = build(start_up.config)
         except Exception as error:
@@ -270,10 +279,10 @@ def _take_in(core: EngineCore, message: wire.ToEngine) -> bool:
         return False
     if isinstance(message, wire.AbortRequests):
         core.abort(message.request_ids)
-        return True
-    for encoded in message.requests:
-        try:
-            core.add([wire.decode_request(encoded)])
-        except (msgspec.ValidationError, SolError) as error:
-            core.refuse(encoded.request_id, f"the request cannot be read: {error}")
+    elif isinstance(message, wire.AddRequests):
+        for encoded in message.requests:
+            try:
+                core.add([wire.decode_request(encoded)])
+            except (msgspec.ValidationError, SolError) as error:
+                core.refuse(encoded.request_id, f"the request cannot be read: {error}")
     return True

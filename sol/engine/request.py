@@ -59,10 +59,8 @@ class Request:
         End and stop tokens count once `min_tokens` tokens are out (the sampler masks them before that).
         """
         self.token_ids.append(token_id)
-        params = self.params
-        if self.num_output_tokens >= params.min_tokens and (
-            self._is_end(token_id) or token_id in params.stop_token_ids
-        ):
+        ends = self._is_end(token_id) or token_id in self.params.stop_token_ids
+        if ends and self.num_output_tokens >= self.params.min_tokens:
             return "stop"
         return "length" if self.num_tokens >= self.max_num_tokens else None
 

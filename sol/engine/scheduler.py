@@ -231,7 +231,6 @@ class Scheduler:
         self.pool.release(request.block_ids)
         request.block_ids = []
         request.num_computed_tokens = 0
-        request.num_published_blocks = 0
         self._removed.append(request.request_id)
 
     def _num_blocks(self, num_tokens: int) -> int:

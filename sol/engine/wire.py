@@ -1,9 +1,9 @@
 """The messages between a `ProcessClient` and the engine's process, as msgpack.
 
-    parent ── StartUp (stdin) ─────────────▶ child
-    parent ◀─ Ready | Failed ──────────────── child
-    parent ── AddRequests | AbortRequests | Shutdown ─▶ child
-    parent ◀─ Output, one a step ──────────── child
+    parent ── StartUp (stdin), Hello ────────────────▶ child
+    parent ◀─ Hello, then Ready | Failed ───────────── child
+    parent ── AddRequests | AbortRequests | Shutdown ▶ child
+    parent ◀─ Output, one a step ───────────────────── child
 
 Requests travel one by one inside `AddRequests`, still encoded, so that one which does not decode fails alone.
 """
@@ -28,11 +28,15 @@ class StartUp(msgspec.Struct):
 
     config: EngineConfig
     directory: str
-    """Where the sockets are; the child removes it if it outlives the parent."""
+    """Where the sockets are, until both sides are connected. Whoever is left then removes it."""
     input_address: str
     """The child binds it and receives requests there."""
     output_address: str
     """The parent binds it and receives outputs there."""
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """The first message of each side: the sockets are connected."""
 
 
 class EncodedRequest(msgspec.Struct, array_like=True):
@@ -80,8 +84,8 @@ class Output(msgspec.Struct, tag="output"):
     output: EngineOutput
 
 
-ToEngine: TypeAlias = AddRequests | AbortRequests | Shutdown
-FromEngine: TypeAlias = Ready | Failed | Output
+ToEngine: TypeAlias = Hello | AddRequests | AbortRequests | Shutdown
+FromEngine: TypeAlias = Hello | Ready | Failed | Output
 
 _encoder = msgspec.msgpack.Encoder()
 _start_up_decoder = msgspec.msgpack.Decoder(StartUp)

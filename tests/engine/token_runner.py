@@ -81,9 +81,7 @@ class TokenRunner:
         self._update_rows(plan)
         self._check_budget(plan)
         # As in a layer: everything is written before anything is read.
-        written = Counter(
-            slot for name, count in plan.num_scheduled_tokens.items() for slot in self._write(name, count)
-        )
+        written = Counter(slot for name in plan.num_scheduled_tokens for slot in self._write(plan, name))
         assert max(written.values()) == 1, "two rows write one slot"
         sampled: dict[str, list[int]] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
@@ -133,10 +131,10 @@ class TokenRunner:
             position % self.config.block_size
         )
 
-    def _write(self, name: str, count: int) -> list[int]:
+    def _write(self, plan: SchedulerOutput, name: str) -> list[int]:
         row = self.rows[name]
         slots = []
-        for position in range(row.num_computed, row.num_computed + count):
+        for position in range(row.num_computed, row.num_computed + plan.num_scheduled_tokens[name]):
             slot = self._slot(row, position)
             self.slots[slot] = (row.tokens[position], position, digest(row.tokens[: position + 1]))
             slots.append(slot)
