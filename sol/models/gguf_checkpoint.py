@@ -34,7 +34,7 @@ _LAYER_NAMES: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)", re.ASCII)
+_LAYER: Final = re.compile(r"blk\.(0|[1-9]\d*)\.(\w+)\.(weight|bias)", re.ASCII)
 _GLOBAL: Final = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
 _ROPE_FREQS: Final = "rope_freqs.weight"
 """No parameter: the configuration holds it, as `RopeFactors`."""
@@ -44,7 +44,7 @@ def hugging_face_name(name: str) -> str:
     """The Hugging Face name of a tensor in a `llama` GGUF file; a name it does not know stays as it is."""
     layer = _LAYER.fullmatch(name)
     if layer is not None and layer[2] in _LAYER_NAMES:
-        return f"model.layers.{int(layer[1])}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
+        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
     top = _GLOBAL.fullmatch(name)
     if top is not None and top[1] in _GLOBAL_NAMES:
         return f"{_GLOBAL_NAMES[top[1]]}.{top[2]}"
@@ -56,14 +56,7 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self._file = GGUFFile(path)
-        self._names: dict[str, str] = {}
-        for name in self._file.tensors:
-            if name == _ROPE_FREQS:
-                continue
-            ours = hugging_face_name(name)
-            if ours in self._names:
-                raise CheckpointError(f"{path}: {name} and {self._names[ours]} are the same tensor", param="model")
-            self._names[ours] = name
+        self._names = {hugging_face_name(name): name for name in self._file.tensors if name != _ROPE_FREQS}
         self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
 
     def names(self) -> frozenset[str]:

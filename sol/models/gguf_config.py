@@ -81,6 +81,11 @@ def read(path: Path) -> ModelConfig:
                 param="model",
             )
     num_layers = fields.integer("block_count")
+    layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if num_layers != len(layers):
+        raise CheckpointError(
+            f"{path}: {_PREFIX}block_count says {num_layers} layers, the tensors are of {len(layers)}", param="model"
+        )
     vocab_size = _vocab_size(file, fields)
     tokens = Fields(metadata, str(path))
     return ModelConfig(
@@ -97,8 +102,8 @@ def read(path: Path) -> ModelConfig:
         rope_scaling=_rope_scaling(file, fields),
         max_position_embeddings=fields.integer("context_length"),
         tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias=_has_any(file, num_layers, ("attn_q", "attn_k", "attn_v", "attn_output")),
-        mlp_bias=_has_any(file, num_layers, ("ffn_gate", "ffn_up", "ffn_down")),
+        attention_bias=_has_bias(file, "attn_"),
+        mlp_bias=_has_bias(file, "ffn_"),
         torch_dtype=_dtype(file),
         bos_token_id=next(iter(tokens.token_ids("tokenizer.ggml.bos_token_id", vocab_size)), None),
         eos_token_ids=_eos_token_ids(tokens, vocab_size),
@@ -194,8 +199,8 @@ def _rope_scaling(file: GGUFFile, fields: Fields) -> LinearRopeScaling | RopeFac
     return RopeFactors(factors=tuple(factors.tolist()))
 
 
-def _has_any(file: GGUFFile, num_layers: int, modules: tuple[str, ...]) -> bool:
-    return any(f"blk.{layer}.{module}.bias" in file.tensors for layer in range(num_layers) for module in modules)
+def _has_bias(file: GGUFFile, module: str) -> bool:
+    return any(name.startswith("blk.") and f".{module}" in name and name.endswith(".bias") for name in file.tensors)
 
 
 def _dtype(file: GGUFFile) -> str:

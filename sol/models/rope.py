@@ -32,7 +32,7 @@ def _inverse_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def _stretch_long_waves(frequencies: torch.Tensor, scaling: Llama3RopeScaling) -> torch.Tensor:
-    """Llama 3.1: waves longer than the original context are stretched by `factor`, short ones stay, in between blend."""
+    """Llama 3.1: waves longer than the original context are stretched by `factor`, short ones stay."""
     wavelengths = 2 * math.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     longest_kept = scaling.original_max_position_embeddings / high
