@@ -104,26 +104,30 @@ def _flatten_content(content: Any, path: str) -> str:
 def check_length(model: ServedModel, num_prompt_tokens: int, params: SamplingParams, *, param: str) -> None:
     """Raise `RequestError` for an empty prompt, `ContextLengthError` for one that leaves too little room."""
     limit = model.info.max_model_len
+    room = limit - num_prompt_tokens
     if num_prompt_tokens == 0:
         raise RequestError(f"{param} has no tokens; send at least one", param=param)
-    if num_prompt_tokens >= limit:
+    if room < 1:
         raise ContextLengthError(
-            f"{param} has {num_prompt_tokens} tokens, but the model's context is {limit} tokens, prompt and output "
+            f"{param} has {_tokens(num_prompt_tokens)}, but the model's context is {_tokens(limit)}, prompt and output "
             "together; shorten it",
             param=param,
         )
-    if params.max_tokens is not None and num_prompt_tokens + params.max_tokens > limit:
+    if params.max_tokens is not None and params.max_tokens > room:
         raise ContextLengthError(
-            f"{param} has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}: together more than the "
-            f"model's context of {limit} tokens; shorten the prompt or ask for at most {limit - num_prompt_tokens}",
+            f"{param} has {_tokens(num_prompt_tokens)} and {_tokens(params.max_tokens)} are asked for, together more "
+            f"than the model's context of {_tokens(limit)}; shorten the prompt or ask for at most {room}",
             param=param,
         )
-    if params.min_tokens > limit - num_prompt_tokens:
+    if params.min_tokens > room:
         raise ContextLengthError(
-            f"min_tokens is {params.min_tokens}, but a prompt of {num_prompt_tokens} tokens leaves room for "
-            f"{limit - num_prompt_tokens}",
+            f"min_tokens is {params.min_tokens}, but a prompt of {_tokens(num_prompt_tokens)} leaves room for {room}",
             param="min_tokens",
         )
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def check_token_ids(model: ServedModel, token_ids: list[int], *, param: str) -> None:
