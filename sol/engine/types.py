@@ -159,3 +159,5 @@ class StepOutput:
     """By request; requests still in their prompt are absent."""
     logprobs: dict[str, list[TokenLogprobs]]
     """By request, one entry a sampled token; requests that did not ask are absent."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Why a request that was to be sampled could not be; it ends, its neighbours go on."""
