@@ -118,7 +118,7 @@ class Detokenizer:
             return b""
         if self._started:
             return self._tokenizer.token_bytes(token_id)
-        self._started = bool(self._tokenizer.token_bytes(token_id))
+        self._started = self._tokenizer.begins_text(token_id)
         return self._tokenizer.first_token_bytes(token_id)
 
     def _characters(self, new: bytes, *, final: bool = False) -> str:
@@ -131,15 +131,17 @@ class Detokenizer:
     def _end_of_prompt(self, prompt_token_ids: Sequence[int]) -> tuple[bool, bytes]:
         """Whether the prompt has any text, and the bytes of an incomplete character at its end."""
         tail = b""
+        started = False
         for token_id in reversed(prompt_token_ids):
             if token_id not in self._skipped_ids:
                 tail = self._tokenizer.token_bytes(token_id) + tail
+                started = started or self._tokenizer.begins_text(token_id)
             if len(tail) >= _MAX_INCOMPLETE:
                 break
         for length in range(1, min(_MAX_INCOMPLETE, len(tail)) + 1):
             if _is_incomplete(tail[-length:]):
-                return True, tail[-length:]
-        return bool(tail), b""
+                return started, tail[-length:]
+        return started, b""
 
 
 _MAX_INCOMPLETE: Final = 3  # a UTF-8 character has four bytes at most

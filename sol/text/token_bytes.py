@@ -68,13 +68,17 @@ class TokenBytes:
             found = self._later[token_id] = self._look_up(token_id, self._later_of)
         return found
 
+    def begins(self, token_id: int) -> bool:
+        """Whether a token that follows this one is a later one. Not if this one stands for nothing."""
+        return bool(self.later(token_id) or self.first(token_id))
+
     def join(self, token_ids: Collection[int]) -> bytes:
         """The bytes of a text that consists of these tokens."""
         pieces: list[bytes] = []
         started = False
         for token_id in token_ids:
             pieces.append(self.later(token_id) if started else self.first(token_id))
-            started = started or bool(self.later(token_id))
+            started = started or self.begins(token_id)
         return b"".join(pieces)
 
     def _look_up(self, token_id: int, to_bytes: _ToBytes) -> bytes:
@@ -106,7 +110,7 @@ def _compile(state: dict[str, Any] | None) -> tuple[_ToBytes, _ToBytes]:
             )
         case {"type": "WordPiece", "prefix": prefix, "cleanup": False}:
             return str.encode, lambda token: (
-                token.removeprefix(prefix) if prefix and token.startswith(prefix) else " " + token
+                token.removeprefix(prefix) if token.startswith(prefix) else " " + token
             ).encode()
         case {"type": "Sequence", "decoders": [only]}:
             return _compile(only)

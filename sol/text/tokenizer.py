@@ -115,13 +115,13 @@ class Tokenizer:
         """The bytes of a token that begins a text."""
         return self._bytes.first(token_id)
 
+    def begins_text(self, token_id: int) -> bool:
+        """Whether a text has begun with this token: true for all that stand for anything."""
+        return self._bytes.begins(token_id)
+
     def id_to_token(self, token_id: int) -> str:
         """The token as the vocabulary writes it (`Ġthe`); empty when there is no such token."""
-        return self._backend.id_to_token(token_id) or "" if token_id >= 0 else ""
-
-    def token_to_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary writes it."""
-        return self._backend.token_to_id(token)
+        return self._backend.id_to_token(token_id) or "" if 0 <= token_id < self.vocab_size else ""
 
     def _id_of(self, name: str, text: str) -> int | None:
         token_id: int | None = self._backend.token_to_id(text)
