@@ -36,11 +36,6 @@ def test_stats_are_counted_once() -> None:
     first, second, third = (core.step().stats for _ in range(3))
     assert (first.num_running, first.iteration_tokens) == (1, 5)
     assert (first.num_prompt_tokens, first.num_generated_tokens) == (5, 1)
-        1,
-        5,
-        5,
-        1,
-    )
     assert first.kv_cache_usage == pytest.approx(2 / 64)
     assert (second.num_running, second.iteration_tokens, second.num_prompt_tokens) == (0, 1, 0)
     assert third.num_generated_tokens == third.prefix_cache_queries == 0
