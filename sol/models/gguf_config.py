@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -102,8 +103,8 @@ def read(path: Path) -> ModelConfig:
         rope_scaling=_rope_scaling(file, fields),
         max_position_embeddings=fields.integer("context_length"),
         tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias=_has_bias(file, "attn_"),
-        mlp_bias=_has_bias(file, "ffn_"),
+        attention_bias=_has_bias(file, "attn_(q|k|v|output)"),
+        mlp_bias=_has_bias(file, "ffn_(gate|up|down)"),
         torch_dtype=_dtype(file),
         bos_token_id=next(iter(tokens.token_ids("tokenizer.ggml.bos_token_id", vocab_size)), None),
         eos_token_ids=_eos_token_ids(tokens, vocab_size),
@@ -199,8 +200,9 @@ def _rope_scaling(file: GGUFFile, fields: Fields) -> LinearRopeScaling | RopeFac
     return RopeFactors(factors=tuple(factors.tolist()))
 
 
-def _has_bias(file: GGUFFile, module: str) -> bool:
-    return any(name.startswith("blk.") and f".{module}" in name and name.endswith(".bias") for name in file.tensors)
+def _has_bias(file: GGUFFile, modules: str) -> bool:
+    pattern = re.compile(rf"blk\.\d+\.{modules}\.bias")
+    return any(pattern.fullmatch(name) for name in file.tensors)
 
 
 def _dtype(file: GGUFFile) -> str:

@@ -56,21 +56,8 @@ def fetch(repo: str, patterns: Sequence[str], *, progress: bool) -> Path:
             f"model {repo!r} is neither a path here nor a repository on the hub (if it is private, set HF_TOKEN)",
             param="model",
         ) from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
-        if status in (401, 403):
-            raise DownloadError(
-                f"the hub refuses model {repo!r} (HTTP {status}): accept its licence at "
-                f"https://huggingface.co/{repo} and set HF_TOKEN to a token that may read it",
-                param="model",
-            ) from error
-        raise DownloadError(f"model {repo!r} could not be fetched: {error}; try again later", param="model") from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise DownloadError(
-            f"model {repo!r} is not in the hub's cache, or not completely, and the hub cannot be reached: connect this "
-            "machine (and unset HF_HUB_OFFLINE), or give a path",
-            param="model",
-        ) from error
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise _no_answer(repo, error) from error
     except Exception as error:
         # Whatever else the library or the HTTP client below it raises, which differ from version to version.
         raise DownloadError(
@@ -81,3 +68,21 @@ def fetch(repo: str, patterns: Sequence[str], *, progress: bool) -> Path:
     finally:
         if quiet:
             enable_progress_bars()
+
+
+def _no_answer(repo: str, error: Exception) -> DownloadError:
+    """The hub refused, failed, or was not reached; the first two may hide as the cause of "not in the cache"."""
+    response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+    if response is None:
+        message = (
+            f"model {repo!r} is not in the hub's cache, or not completely, and the hub cannot be reached: connect this "
+            "machine (and unset HF_HUB_OFFLINE), or give a path"
+        )
+    elif response.status_code in (401, 403):
+        message = (
+            f"the hub refuses model {repo!r} (HTTP {response.status_code}): accept its licence at "
+            f"https://huggingface.co/{repo} and set HF_TOKEN to a token that may read it"
+        )
+    else:
+        message = f"model {repo!r} could not be fetched: the hub answers HTTP {response.status_code}; try again later"
+    return DownloadError(message, param="model")

