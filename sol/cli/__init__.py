@@ -1,0 +1,79 @@
+"""The `sol` command: one module a subcommand, each with `add_arguments(parser)` and `run(args) -> exit code`.
+
+Importing a subcommand's module costs nothing but the standard library; what a command needs (torch, the server,
+rich) it imports when it runs, so that `sol --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from sol.cli import chat, doctor, generate, pull, serve
+from sol.errors import SolError
+from sol.version import __version__
+
+_COMMANDS = {
+    "serve": (serve, "answer OpenAI-compatible requests over HTTP"),
+    "generate": (generate, "complete prompts and print the text as it comes"),
+    "chat": (chat, "talk to a model in the terminal"),
+    "pull": (pull, "fetch a model and say where it is"),
+    "doctor": (doctor, "what this machine has, what Sol will use, what a model costs in memory"),
+}
+
+_SERVE_EXTRA = frozenset(
+    {"httptools", "huggingface_hub", "msgspec", "prometheus_client", "pydantic", "rich", "starlette", "uvicorn",
+     "uvloop", "zmq"}
+)  # fmt: skip
+"""The import names of pyproject's `serve` extra."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sol",
+        description="Large language models, faster and cheaper on the hardware you have.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"sol {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, (module, text) in _COMMANDS.items():
+        command = commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=module.__doc__, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 for a check that failed, 2 for what the user can mend."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help()
+        return 2
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except SolError as error:
+        return _fail(error.message)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _SERVE_EXTRA:
+            raise
+        return _fail(f'this command needs {package}, which is not installed: pip install "sol-inference[serve]"')
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe (`| head`) has left. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return code
+
+
+def _fail(message: str) -> int:
+    print(f"sol: error: {message}", file=sys.stderr)
+    return 2

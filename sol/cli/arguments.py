@@ -1,0 +1,120 @@
+"""Command-line flags that several commands share: the engine's, derived from `EngineConfig`, and sampling's."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping
+from fractions import Fraction
+from typing import Any
+
+from sol.config import EngineConfig, FlagOption, flag_options
+from sol.errors import ConfigError
+from sol.sampling_params import SamplingParams
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+_NOT_FLAGS = frozenset({"model", "skip_tokenizer_init"})
+"""The model has its own rules (`add_model_argument`); every command speaks text, so it needs a tokenizer."""
+
+_SAMPLING_HELP = {
+    "max_tokens": "most tokens to generate",
+    "temperature": "0 always takes the likeliest token; larger is more varied",
+    "top_p": "draw from the likeliest tokens that together have this probability",
+    "top_k": "draw from so many likeliest tokens; 0: from all",
+    "min_p": "leave out tokens less likely than this share of the likeliest one",
+    "presence_penalty": "-2 to 2: makes tokens that were generated before less likely, once",
+    "frequency_penalty": "-2 to 2: the same, for each time they were generated",
+    "repetition_penalty": "above 1: makes tokens of prompt and output less likely",
+    "min_tokens": "least tokens to generate before an end token or a stop string counts",
+    "ignore_eos": "do not stop at the model's end token",
+}
+
+
+def whole_number(text: str) -> int:
+    """An integer, also as vLLM writes large ones: 8k is 8,000, 8K is 8,192; m, g, t and M, G, T likewise."""
+    number, suffix = (text[:-1], text[-1]) if text and text[-1] in _SUFFIXES else (text, "")
+    try:
+        value = Fraction(number) * _SUFFIXES[suffix] if suffix else Fraction(int(number))
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(1, 2)
+    if value.denominator != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return value.numerator
+
+
+def add_model_argument(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    """MODEL, as a positional argument (unless a command has others) and as `--model`."""
+    option = next(option for option in flag_options() if option.name == "model")
+    text = f"{option.help} (default: {option.default})"
+    if positional:
+        parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
+        parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same, as a flag")
+    else:
+        parser.add_argument("--model", dest="model_flag", metavar="MODEL", help=text)
+
+
+def chosen_model(args: argparse.Namespace) -> str:
+    """The model that was named, or the default. Raises `ConfigError` if two different ones were."""
+    positional: str | None = getattr(args, "model", None)
+    flag: str | None = args.model_flag
+    if positional is not None and flag is not None and positional != flag:
+        raise ConfigError(f"model was given twice: {positional!r} and --model {flag!r}; give one", param="model")
+    chosen = flag if positional is None else positional
+    return EngineConfig().model if chosen is None else chosen
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, only: Collection[str] = ()) -> None:
+    """A flag for every field of `EngineConfig`, or for those in `only`."""
+    group = parser.add_argument_group("engine")
+    for option in flag_options():
+        if option.name not in _NOT_FLAGS and (not only or option.name in only):
+            _add_flag(group, option)
+
+
+def _add_flag(group: argparse._ArgumentGroup, option: FlagOption) -> None:
+    text = option.help.replace("%", "%%")
+    if option.default is not None:
+        text += f" (default: {option.default})"
+    if option.type is bool:
+        group.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=option.default, help=text)
+        return
+    group.add_argument(
+        option.flag,
+        type=whole_number if option.type is int else option.type,
+        default=option.default,
+        choices=option.choices or None,
+        metavar=None if option.choices else option.name.rpartition("_")[2].upper(),
+        help=text,
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Raises `ConfigError` for values that cannot work."""
+    given = {option.name: getattr(args, option.name) for option in flag_options() if hasattr(args, option.name)}
+    return EngineConfig(**{**given, "model": chosen_model(args)})
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+    """Flags for `SamplingParams`, whose defaults hold where `defaults` names no other. `--seed` is the engine's."""
+    group = parser.add_argument_group("sampling")
+    plain = SamplingParams()
+    for name, text in _SAMPLING_HELP.items():
+        default = defaults.get(name, getattr(plain, name))
+        flag = "--" + name.replace("_", "-")
+        if isinstance(default, bool):
+            group.add_argument(flag, action="store_true", default=default, help=text)
+            continue
+        shown = "until the model's length" if default is None else default
+        group.add_argument(
+            flag,
+            type=float if isinstance(default, float) else int,
+            default=default,
+            metavar="N",
+            help=f"{text} (default: {shown})",
+        )
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end here; may be given again")
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """Raises `RequestError` for values that cannot be honoured."""
+    return SamplingParams(stop=args.stop, **{name: getattr(args, name) for name in _SAMPLING_HELP})

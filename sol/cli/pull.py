@@ -1,0 +1,25 @@
+"""Example: sol pull meta-llama/Meta-Llama-3-8B-Instruct"""
+
+from __future__ import annotations
+
+import argparse
+
+from sol.cli.arguments import add_engine_arguments, add_model_argument, chosen_model
+from sol.cli.units import size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    add_engine_arguments(parser, only=("load_format",))
+
+
+def run(args: argparse.Namespace) -> int:
+    from sol.models.source import resolve
+
+    files = resolve(chosen_model(args), load_format=args.load_format)
+    weights = list(files.safetensors) if files.gguf is None else [files.gguf]
+    others = (files.config, files.generation_config, files.tokenizer_json, files.tokenizer_config, files.chat_template,
+              files.special_tokens_map)  # fmt: skip
+    for path in (*weights, *(path for path in others if path is not None)):
+        print(f"{size(path.stat().st_size):>10}  {path}")
+    return 0

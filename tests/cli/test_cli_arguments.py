@@ -1,0 +1,145 @@
+"""The flags: derived from EngineConfig, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import pytest
+
+from sol.cli import build_parser, main
+from sol.cli.arguments import chosen_model, engine_config, sampling_params, whole_number
+from sol.cli.serve import server_config
+from sol.config import DEFAULT_MODEL, EngineConfig, flag_options
+from sol.errors import ConfigError, RequestError
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return build_parser().parse_args(words)
+
+
+def test_every_engine_option_but_skip_tokenizer_init_is_a_flag() -> None:
+    args = parse("serve")
+    missing = {option.name for option in flag_options() if not hasattr(args, option.name)}
+    assert missing == {"skip_tokenizer_init"}
+
+
+def test_without_flags_the_configuration_is_the_default_one() -> None:
+    for command in (["serve"], ["chat"], ["generate", "text"], ["doctor"]):
+        assert engine_config(parse(*command)) == EngineConfig()
+
+
+def test_flags_reach_the_configuration() -> None:
+    args = parse(
+        "serve", "org/name", "--load-format", "dummy", "--dtype", "bfloat16", "--device", "cpu",
+        "--max-model-len", "4K", "--max-num-seqs", "7", "--max-num-batched-tokens", "1k",
+        "--max-num-prefill-tokens", "99", "--gpu-memory-utilization", "0.5", "--kv-cache-memory-bytes", "1.5G",
+        "--block-size", "32",
+        "--no-enable-prefix-caching", "--seed", "-3",
+    )  # fmt: skip
+    expected = EngineConfig(
+        model="org/name", load_format="dummy", dtype="bfloat16", device="cpu", max_model_len=4096, max_num_seqs=7,
+        max_num_batched_tokens=1000, max_num_prefill_tokens=99, gpu_memory_utilization=0.5,
+        kv_cache_memory_bytes=3 * 2**29, block_size=32, enable_prefix_caching=False, seed=-3,
+    )  # fmt: skip
+    assert engine_config(args) == expected
+    plain = EngineConfig()
+    untested = {f.name for f in dataclasses.fields(plain) if getattr(plain, f.name) == getattr(expected, f.name)}
+    assert untested == {"skip_tokenizer_init"}
+
+
+def test_the_model_may_be_positional_or_a_flag_but_not_two_models() -> None:
+    assert chosen_model(parse("serve")) == DEFAULT_MODEL
+    assert chosen_model(parse("serve", "a/b")) == "a/b"
+    assert chosen_model(parse("serve", "--model", "a/b")) == "a/b"
+    assert chosen_model(parse("serve", "a/b", "--model", "a/b")) == "a/b"
+    with pytest.raises(ConfigError, match=r"'a/b'.*'c/d'"):
+        chosen_model(parse("serve", "a/b", "--model", "c/d"))
+    assert chosen_model(parse("generate", "a prompt", "--model", "a/b")) == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("12", 12), ("-1", -1), ("8k", 8000), ("8K", 8192), ("2M", 2**21), ("1.5k", 1500), ("1g", 10**9)],
+)
+def test_whole_numbers(text: str, value: int) -> None:
+    assert whole_number(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "1.0001k", "8kk", "infk", "nan", "1/0k", "0x10", "twelve"])
+def test_what_is_no_whole_number(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="not a whole number"):
+        whole_number(text)
+
+
+def test_server_flags() -> None:
+    config = server_config(
+        parse(
+            "serve",
+            "--host",
+            "0.0.0.0",
+            "--port",
+            "0",
+            "--served-model-name",
+            "a",
+            "b",
+            "--api-key",
+            "k1",
+            "--api-key",
+            "k2",
+        )
+    )
+    assert (config.host, config.port) == ("0.0.0.0", 0)
+    assert config.served_model_names == ("a", "b")
+    assert config.api_keys == ("k1", "k2")
+    assert server_config(parse("serve")).host == "127.0.0.1", "the network is opened only on request"
+
+
+def test_sampling_flags() -> None:
+    params = sampling_params(
+        parse(
+            "generate", "x", "--max-tokens", "5", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "3",
+            "--min-p", "0.1", "--presence-penalty", "1", "--frequency-penalty", "-1", "--repetition-penalty", "1.1",
+            "--min-tokens", "2", "--ignore-eos", "--stop", "a", "--stop", "b",
+        )
+    )  # fmt: skip
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.min_p) == (5, 0.5, 0.9, 3, 0.1)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1.0, -1.0, 1.1)
+    assert (params.min_tokens, params.ignore_eos, params.stop) == (2, True, ["a", "b"])
+    assert sampling_params(parse("chat")).max_tokens is None
+    with pytest.raises(RequestError, match="temperature"):
+        sampling_params(parse("chat", "--temperature", "-1"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serve", "--block-size", "1000"], "block_size must be 1 to 256 tokens, not 1000"),
+        (["serve", "--port", "70000"], "port must be 0 (any free one) to 65535, not 70000"),
+        (["serve", "a", "--model", "b"], "model was given twice"),
+        (["generate", "x", "--top-p", "2"], "top_p must be"),
+        (["generate", "-", "-"], "only once"),
+        (["generate", ""], "PROMPT must not be empty"),
+        (["chat", "--gpu-memory-utilization", "2"], "gpu_memory_utilization must be"),
+        (["pull", "/nowhere/at/all"], "there is no such file or directory"),
+    ],
+)
+def test_what_cannot_work_is_one_clear_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("sol: error: ")
+    assert captured.err.count("\n") == 1
+    assert said in captured.err
+
+
+def test_an_unknown_flag_is_refused_and_none_is_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        ["serve", "--tensor-parallel-size", "2"],
+        ["serve", "--max-model", "9"],
+        ["serve", "--block-size", "x"],
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            main(words)
+        assert exit_.value.code == 2
+    assert "'x' is not a whole number" in capsys.readouterr().err
