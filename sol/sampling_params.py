@@ -47,10 +47,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        if self.stop is None:
+        stop: object = self.stop  # vLLM and OpenAI also take one string, or null
+        if stop is None:
             self.stop = []
+        elif isinstance(stop, str):
+            self.stop = [stop]
         if self.top_k == -1:
             self.top_k = 0
         self._require_ints(("n", "top_k", "min_tokens"), optional=("seed", "max_tokens", "logprobs"))

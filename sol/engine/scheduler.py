@@ -104,10 +104,15 @@ class Scheduler:
             return None
         if request.block_ids:
             self._running.remove(request)
-            self._leave_runner(request)
         else:
             self._policy.remove(request)
-        del self._requests[request_id]
+        return self._drop(request, reason, error)
+
+    def _drop(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        """The last output of a request that is neither among the running nor queued any more."""
+        if request.block_ids:
+            self._leave_runner(request)
+        del self._requests[request.request_id]
         return _output(request, [], None, reason, error=error)
 
     def finish_all(self, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
@@ -252,6 +257,9 @@ class Scheduler:
         for request_id in plan.num_scheduled_tokens:
             request = self._requests.get(request_id)
             if request is None:  # aborted while the step ran
+                continue
+            if request_id in result.errors:
+                outputs.append(self._drop(request, "error", result.errors[request_id]))
                 continue
             sampled = result.sampled_token_ids.get(request_id, [])
             if request.prefilling == bool(sampled):

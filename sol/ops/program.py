@@ -96,7 +96,7 @@ class Ops(Protocol):
     """A backend. T tokens, R requests, D hidden size, H query heads, K key/value heads, E head size."""
 
     def prepare(self, program: Program, batch: RaggedBatch, kv_cache: KVCache) -> Any:
-        """What a backend computes once a step for all layers; handed back to `attention_input` and `paged_attention`."""
+        """What a backend computes once a step for all layers; the two attention ops get it back."""
         ...
 
     def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,6 @@ every model. (vLLM applies them; a client that wants them sends them.)
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-
 from sol.errors import RequestError
 from sol.sampling_params import MAX_LOGPROBS, SamplingParams
 from sol.server.protocol import ChatBody, CompletionBody, GenerationBody
@@ -20,19 +17,6 @@ _PLAIN_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "n", "stop_token_ids", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
 )  # fmt: skip
-
-
-class SeedSource:
-    """Seeds for requests that bring none: the k-th depends on the server's seed and k alone."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._counter = itertools.count()
-
-    def next(self) -> int:
-        """A number from 0 to 2**63 - 1."""
-        place = f"{self._seed}:{next(self._counter)}".encode()
-        return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
 
 
 def chat_params(body: ChatBody) -> SamplingParams:

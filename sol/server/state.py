@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from sol.engine.async_engine import AsyncEngine
 from sol.engine.types import EngineInfo
 from sol.errors import EngineDeadError, EngineNotReadyError, SolError, UnknownModelError
+from sol.seeds import SeedSource
 from sol.server.config import ServerConfig
 from sol.server.metrics import Metrics
-from sol.server.params import SeedSource
 from sol.text.chat_template import ChatTemplate
 from sol.text.tokenizer import Tokenizer
 

@@ -6,7 +6,8 @@ import pytest
 
 from sol.errors import RequestError
 from sol.sampling_params import SamplingParams
-from sol.server.params import SeedSource, chat_params, completion_params
+from sol.seeds import SeedSource
+from sol.server.params import chat_params, completion_params
 from sol.server.protocol import ChatBody, CompletionBody
 
 

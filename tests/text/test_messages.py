@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sol.errors import RequestError
-from sol.server.prompts import flatten_messages
+from sol.text.messages import flatten_messages
 
 
 def test_roles_and_contents() -> None:

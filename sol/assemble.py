@@ -1,0 +1,159 @@
+"""The one place that joins engine and runner: what the engine's process and `sol.LLM` start from.
+
+`plan` says what an engine would be without loading weights; `build_core` makes it. Run as a program, this module is
+the engine's process.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from sol.config import EngineConfig, SchedulerConfig
+from sol.engine.core import EngineCore
+from sol.engine.scheduler import Scheduler
+from sol.engine.types import EngineInfo
+from sol.errors import ConfigError
+from sol.models.checkpoint import open_checkpoint
+from sol.models.config import ModelConfig, load_model_config
+from sol.models.dummy_checkpoint import parameter_shapes
+from sol.models.registry import load_program
+from sol.models.source import ModelFiles, resolve
+from sol.ops import KVCache
+from sol.ops.reference import ReferenceOps
+from sol.runner.device import resolve_device, resolve_dtype, usable_cores
+from sol.runner.memory import (
+    MemoryPlan,
+    allocate_kv_cache,
+    device_memory,
+    kv_bytes_per_token,
+    plan_memory,
+    workspace_bytes,
+)
+from sol.runner.model_runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """Everything that is settled before the weights are loaded."""
+
+    files: ModelFiles
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+    """Of torch on a CPU."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_prefill_tokens: int
+    memory: MemoryPlan
+
+
+def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
+    """Fetches the model if it is not here, and settles device, dtype, limits and memory.
+
+    Raises `ConfigError`, `OutOfMemoryError`, or what `sol.models.source.resolve` raises.
+    """
+    device = resolve_device(config.device)
+    on_cpu = device.type == "cpu"
+    files = resolve(config.model, load_format=config.load_format, progress=progress)
+    model = load_model_config(files)
+    dtype = resolve_dtype(config.dtype, device, model.torch_dtype)
+    if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the model was made for at most "
+            f"{model.max_position_embeddings} tokens: lower it",
+            param="max_model_len",
+        )
+    max_num_seqs = config.max_num_seqs or _default_seqs(config, on_cpu)
+    max_num_batched_tokens = config.max_num_batched_tokens or max(512 if on_cpu else 8192, max_num_seqs)
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs}): every "
+            "running request gets a token in each step",
+            param="max_num_batched_tokens",
+        )
+    weights = sum(math.prod(shape) for shape in parameter_shapes(model).values()) * dtype.itemsize
+    memory = plan_memory(
+        config,
+        model,
+        device,
+        memory=device_memory(device),
+        weights=weights,
+        workspace=workspace_bytes(model, dtype, max_num_batched_tokens, max_num_seqs),
+        kv_per_token=kv_bytes_per_token(model, dtype),
+        max_num_seqs=max_num_seqs,
+    )
+    return EnginePlan(
+        files=files,
+        model=model,
+        device=device,
+        dtype=dtype,
+        threads=usable_cores(),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_prefill_tokens=config.max_num_prefill_tokens or (128 if on_cpu else 2048),
+        memory=memory,
+    )
+
+
+def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
+    """An engine that is ready: weights loaded, KV cache reserved, the largest step run once.
+
+    Raises what `plan` raises, and `CheckpointError`.
+    """
+    started = time.monotonic()
+    settled = plan(config, progress=progress)
+    model, memory, device = settled.model, settled.memory, settled.device
+    torch.set_num_threads(settled.threads)
+    program = load_program(
+        model,
+        open_checkpoint(settled.files),
+        dtype=settled.dtype,
+        device=device,
+        max_positions=memory.max_model_len,
+        progress=progress,
+    )
+    kv_cache = KVCache(allocate_kv_cache(memory, model, settled.dtype, device))
+    runner = ModelRunner(program, ReferenceOps(), kv_cache)
+    runner.run_worst_case(settled.max_num_seqs, settled.max_num_batched_tokens, memory.max_model_len)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_model_len=memory.max_model_len,
+            max_num_seqs=settled.max_num_seqs,
+            max_num_batched_tokens=settled.max_num_batched_tokens,
+            max_num_prefill_tokens=settled.max_num_prefill_tokens,
+            block_size=config.block_size,
+            num_blocks=memory.num_blocks,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+    )
+    info = EngineInfo(
+        model=config.model,
+        device=str(device),
+        dtype=str(settled.dtype).removeprefix("torch."),
+        vocab_size=model.vocab_size,
+        max_model_len=memory.max_model_len,
+        max_num_seqs=settled.max_num_seqs,
+        max_num_batched_tokens=settled.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_blocks=memory.num_blocks,
+        weight_bytes=program.weight_bytes,
+        kv_cache_bytes=memory.kv_cache,
+        load_seconds=time.monotonic() - started,
+    )
+    return EngineCore(scheduler, runner, info)
+
+
+def _default_seqs(config: EngineConfig, on_cpu: bool) -> int:
+    usual = 128 if on_cpu else 256
+    return usual if config.max_num_batched_tokens is None else min(usual, config.max_num_batched_tokens)
+
+
+if __name__ == "__main__":
+    from sol.engine.process import run_engine
+
+    run_engine(build_core)

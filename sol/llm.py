@@ -1,0 +1,220 @@
+"""Offline inference: vLLM's `LLM`, on Sol's engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from sol.config import DEFAULT_MODEL, EngineConfig
+from sol.engine.types import FinishReason
+from sol.errors import ConfigError, RequestError
+from sol.local import LocalEngine, Piece
+from sol.progress import Progress
+from sol.sampling_params import SamplingParams
+from sol.text.messages import flatten_messages
+from sol.text.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | Mapping[str, Any]
+"""A text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
+Message: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Logprob:
+    logprob: float
+    rank: int
+    """1 for the likeliest token."""
+    decoded_token: str | None
+    """None without a tokenizer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    """When logprobs were asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each token, itself and the likeliest ones by id, when asked for."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or the stop token id that ended the choice; None for an end token."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptOutput:
+    """What became of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV cache was found rather than computed."""
+
+
+class LLM:
+    """A model, loaded and ready.
+
+    Options are `sol.config.EngineConfig`'s, under vLLM's names. `quantization` and `speculation` have one value each
+    so far, None and "off"; any other is a `ConfigError`.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        quantization: None = None,
+        speculation: str = "off",
+        **options: Any,
+    ) -> None:
+        if quantization is not None:
+            raise ConfigError(
+                f"quantization must be None, not {quantization!r}: Sol reads quantised GGUF files, and computes in "
+                "floating point",
+                param="quantization",
+            )
+        if speculation != "off":
+            raise ConfigError(f'speculation must be "off", not {speculation!r}', param="speculation")
+        unknown = sorted(set(options) - {f for f in EngineConfig.__dataclass_fields__ if f != "model"})
+        if unknown:
+            known = ", ".join(f for f in EngineConfig.__dataclass_fields__)
+            raise ConfigError(f"LLM has no option {unknown[0]}; it knows {known}", param=unknown[0])
+        self._engine = LocalEngine(EngineConfig(model=model, **options))
+        self._num_requests = 0
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[PromptOutput]:
+        """Complete prompts; one result each, in order. `use_tqdm` (vLLM's name) shows progress on stderr.
+
+        `sampling_params` is one for all prompts or one each. Raises `RequestError` before anything is generated if
+        a prompt or parameter cannot be honoured.
+        """
+        wanted: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+        texts, token_ids = [], []
+        for prompt in wanted:
+            text, ids = self._read_prompt(prompt)
+            texts.append(text)
+            token_ids.append(ids)
+        return self._run(texts, token_ids, sampling_params, show=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PromptOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template."""
+        conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        template = self._engine.chat_template
+        texts: list[str | None] = [
+            template.render(
+                flatten_messages(conversation),
+                add_generation_prompt=add_generation_prompt,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        encode = self._engine.tokenizer.encode
+        token_ids = [encode(text, add_special_tokens=False) for text in texts if text is not None]
+        return self._run(texts, token_ids, sampling_params, show=use_tqdm)
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return None, list(prompt["prompt_token_ids"])
+            prompt = prompt.get("prompt", None)
+        if not isinstance(prompt, str):
+            raise RequestError(
+                'a prompt must be a text, {"prompt": text} or {"prompt_token_ids": [...]}, not '
+                f"{type(prompt).__name__}",
+                param="prompts",
+            )
+        return prompt, self._engine.tokenizer.encode(prompt)
+
+    def _run(
+        self,
+        texts: Sequence[str | None],
+        token_ids: Sequence[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        show: bool,
+    ) -> list[PromptOutput]:
+        params = self._params_of_each(sampling_params, len(texts))
+        results = []
+        for text, ids, wanted in zip(texts, token_ids, params, strict=True):
+            choices = [_empty_choice(index, wanted) for index in range(wanted.n)]
+            results.append(
+                PromptOutput(request_id=str(self._num_requests), prompt=text, prompt_token_ids=ids, outputs=choices)
+            )
+            self._num_requests += 1
+        total = sum(wanted.n for wanted in params)
+        with (
+            closing(self._engine.stream(token_ids, params)) as pieces,
+            Progress(total, "Generating", show=show) as bar,
+        ):
+            for piece in pieces:
+                result = results[piece.prompt_index]
+                self._add(result.outputs[piece.choice_index], piece)
+                if piece.finish_reason is not None:
+                    # Later choices find the whole prompt; what the first one found is the request's.
+                    if piece.choice_index == 0:
+                        result.num_cached_tokens = piece.num_cached_tokens
+                    bar.advance(1)
+        return results
+
+    def _params_of_each(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * count
+        if len(sampling_params) != count:
+            raise RequestError(
+                f"there are {count} prompts but {len(sampling_params)} sampling_params: pass one, or one for each",
+                param="sampling_params",
+            )
+        return sampling_params
+
+    def _add(self, output: CompletionOutput, piece: Piece) -> None:
+        output.text += piece.text
+        output.token_ids += piece.token_ids
+        output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
+        if output.logprobs is None or piece.logprobs is None:
+            return
+        for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True):
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry.logprob
+            found = {token_id: self._logprob(token_id, entry.logprob, entry.rank)}
+            for rank, (other, logprob) in enumerate(entry.top, start=1):
+                found.setdefault(other, self._logprob(other, logprob, rank))
+            output.logprobs.append(found)
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        text = None
+        if self._engine.has_tokenizer:
+            text = self._engine.tokenizer.decode([token_id], skip_special_tokens=False)
+        return Logprob(logprob=logprob, rank=rank, decoded_token=text)
+
+
+def _empty_choice(index: int, params: SamplingParams) -> CompletionOutput:
+    if params.logprobs is None:
+        return CompletionOutput(index=index)
+    return CompletionOutput(index=index, cumulative_logprob=0.0, logprobs=[])

@@ -1,0 +1,180 @@
+"""An engine in this process with its tokenizer: token ids or text in, pieces of text out as they come.
+
+`sol.LLM` and the commands that talk to a model themselves are built on it. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+from sol.assemble import build_core
+from sol.config import EngineConfig
+from sol.engine.client import InProcessClient
+from sol.engine.types import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
+from sol.errors import ConfigError, RequestError
+from sol.models.config import load_model_config
+from sol.models.source import resolve
+from sol.sampling_params import SamplingParams
+from sol.seeds import SeedSource
+from sol.text.chat_template import ChatTemplate, load_chat_template
+from sol.text.detokenizer import Detokenizer
+from sol.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one step added to one choice."""
+
+    prompt_index: int
+    choice_index: int
+    text: str
+    """May be empty: whole characters only, and nothing that could be the beginning of a stop string."""
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    """One for each of `token_ids`, when asked for."""
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    """The stop string or the stop token id that ended the choice."""
+    num_cached_tokens: int
+
+
+@dataclass(slots=True)
+class _Choice:
+    prompt_index: int
+    request: EngineRequest
+    detokenizer: Detokenizer | None
+
+
+class LocalEngine:
+    """Raises whatever `resolve` and `build_core` raise: a model or an option that cannot work."""
+
+    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
+        files = resolve(config.model, load_format=config.load_format, progress=progress)
+        self._tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_files(files)
+        self._chat_template = None if config.skip_tokenizer_init else load_chat_template(files)
+        self._eos_token_ids = list(
+            load_model_config(files).eos_token_ids if self._tokenizer is None else self._tokenizer.eos_token_ids
+        )
+        core = build_core(config, progress=progress)
+        self.info = core.info
+        self._client = InProcessClient(core)
+        self._seeds = SeedSource(config.seed)
+        self._numbers = itertools.count()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises `ConfigError` if the engine was made without one."""
+        if self._tokenizer is None:
+            raise ConfigError(
+                "this needs the tokenizer, but skip_tokenizer_init is set: pass prompt_token_ids and detokenize=False",
+                param="skip_tokenizer_init",
+            )
+        return self._tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Raises `RequestError` for a model that has none."""
+        if self._chat_template is None:
+            raise RequestError(
+                f"{self.info.model} has no chat template: use plain prompts, or an instruction-tuned model",
+                param="messages",
+            )
+        return self._chat_template
+
+    def stream(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        *,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Generator[Piece, None, None]:
+        """Generate `params[i].n` choices of `prompts[i]`, all at once; pieces come in the order they are made.
+
+        Once `cancelled()` is true, what is under way ends with finish_reason "abort" after the step that runs.
+        Closing the iterator ends everything. Raises `RequestError` for a prompt or parameters that cannot be
+        answered, before anything is generated.
+        """
+        choices = self._make_choices(prompts, params)
+        try:
+            self._client.add([choice.request for choice in choices.values()])
+            while choices:
+                if cancelled():
+                    self._client.abort(list(choices))
+                for output in self._client.receive().outputs:
+                    choice = choices.get(output.request_id)
+                    if choice is None:
+                        continue  # ended by a stop string; the engine heard of it a step later
+                    piece = self._take(choice, output)
+                    if piece.finish_reason is not None:
+                        del choices[output.request_id]
+                    yield piece
+        finally:
+            self._client.abort(list(choices))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _make_choices(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> dict[str, _Choice]:
+        choices = {}
+        for prompt_index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+            self._check(prompt, wanted)
+            seed = self._seeds.next() if wanted.seed is None else wanted.seed
+            for choice_index in range(wanted.n):
+                request = EngineRequest(
+                    request_id=f"local-{next(self._numbers)}",
+                    prompt_token_ids=prompt,
+                    params=wanted,
+                    seed=seed,
+                    choice_index=choice_index,
+                    eos_token_ids=self._eos_token_ids,
+                )
+                detokenizer = Detokenizer(self.tokenizer, wanted, prompt) if wanted.detokenize else None
+                choices[request.request_id] = _Choice(prompt_index, request, detokenizer)
+        return choices
+
+    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+        limit = self.info.max_model_len
+        if not prompt:
+            raise RequestError("a prompt must have at least one token", param="prompt")
+        if len(prompt) >= limit:
+            raise RequestError(
+                f"a prompt has {len(prompt)} tokens, but prompt and output together may have {limit}: shorten it, or "
+                "raise max_model_len",
+                param="prompt",
+            )
+        if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
+            raise RequestError(
+                f"a prompt has token ids outside of the vocabulary of {self.info.vocab_size} tokens", param="prompt"
+            )
+        params.check_vocabulary(self.info.vocab_size)
+
+    def _take(self, choice: _Choice, output: RequestOutput) -> Piece:
+        if output.finish_reason == "error":
+            raise RequestError(output.error or "the engine refused the request")
+        text, finish_reason = "", output.finish_reason
+        token_ids = output.new_token_ids
+        stop_reason: str | int | None = output.stop_token_id
+        if choice.detokenizer is not None:
+            delta = choice.detokenizer.push(token_ids, ended_by_token=finish_reason == "stop")
+            text, token_ids = delta.text, token_ids[: delta.num_tokens]
+            if delta.stop is not None:
+                finish_reason, stop_reason = "stop", delta.stop
+                self._client.abort([output.request_id])
+            elif finish_reason is not None:
+                text += choice.detokenizer.finish().text
+        return Piece(
+            prompt_index=choice.prompt_index,
+            choice_index=choice.request.choice_index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=None if output.logprobs is None else output.logprobs[: len(token_ids)],
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=output.num_cached_tokens,
+        )

@@ -1,0 +1,131 @@
+"""The requests a runner holds, and the ragged batch that a plan makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sol.engine.types import CachedRequestData, NewRequestData, SchedulerOutput
+from sol.ops import RaggedBatch
+from sol.sampling.processing import SamplingRow
+
+_Ints = npt.NDArray[np.int64]
+
+
+class HeldRequest:
+    """Tokens and blocks of one request, kept between steps so that a plan need only say what changed."""
+
+    __slots__ = ("_block_ids", "_num_blocks", "num_computed_tokens", "output_token_ids", "prompt_token_ids", "row")
+
+    def __init__(self, data: NewRequestData) -> None:
+        self.prompt_token_ids = np.array(data.token_ids[: data.num_prompt_tokens], dtype=np.int64)
+        self.output_token_ids = data.token_ids[data.num_prompt_tokens :]
+        self.num_computed_tokens = data.num_computed_tokens
+        self._block_ids: _Ints = np.array(data.block_ids, dtype=np.int64)
+        self._num_blocks = len(data.block_ids)
+        self.row = SamplingRow(
+            params=data.params,
+            seed=data.seed,
+            choice_index=data.choice_index,
+            prompt_token_ids=data.token_ids[: data.num_prompt_tokens],
+            output_token_ids=self.output_token_ids,
+            eos_token_ids=data.eos_token_ids,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def block_ids(self) -> _Ints:
+        return self._block_ids[: self._num_blocks]
+
+    def update(self, data: CachedRequestData) -> None:
+        self.num_computed_tokens = data.num_computed_tokens
+        if data.new_block_ids:
+            wanted = self._num_blocks + len(data.new_block_ids)
+            if wanted > len(self._block_ids):
+                self._block_ids = np.resize(self._block_ids, 2 * wanted)
+            self._block_ids[self._num_blocks : wanted] = data.new_block_ids
+            self._num_blocks = wanted
+
+    def tokens(self, start: int, stop: int) -> _Ints:
+        prompt = self.prompt_token_ids
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        output = np.array(self.output_token_ids[max(0, start - len(prompt)) : stop - len(prompt)], dtype=np.int64)
+        return output if start >= len(prompt) else np.concatenate([prompt[start:], output])
+
+
+class InputBatch:
+    """Not thread-safe. Order within a step is the plan's."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._requests: dict[str, HeldRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Bring the held requests to where the plan says they are."""
+        self.remove(plan.removed_request_ids)
+        for new in plan.new_requests:
+            if new.request_id in self._requests:
+                raise RuntimeError(f"the plan adds {new.request_id!r}, which the runner holds already")
+            self._requests[new.request_id] = HeldRequest(new)
+        for cached in plan.cached_requests:
+            self._requests[cached.request_id].update(cached)
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+
+    def build(self, plan: SchedulerOutput) -> tuple[RaggedBatch, list[str]]:
+        """The step's tensors, and which requests have their last known token in it and so are to be sampled."""
+        tokens, positions, slots, tables = [], [], [], []
+        query_lens, seq_lens, logits_rows, sampled = [], [], [], []
+        num_rows = 0
+        for request_id, count in plan.num_scheduled_tokens.items():
+            request = self._requests[request_id]
+            start = request.num_computed_tokens
+            stop = start + count
+            span = np.arange(start, stop, dtype=np.int64)
+            block_ids = request.block_ids
+            tokens.append(request.tokens(start, stop))
+            positions.append(span)
+            slots.append(block_ids[span // self._block_size] * self._block_size + span % self._block_size)
+            tables.append(block_ids)
+            query_lens.append(count)
+            seq_lens.append(stop)
+            num_rows += count
+            if stop == request.num_tokens:
+                logits_rows.append(num_rows - 1)
+                sampled.append(request_id)
+        table = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+        for index, block_ids in enumerate(tables):
+            table[index, : len(block_ids)] = block_ids
+        batch = RaggedBatch(
+            token_ids=self._tensor(np.concatenate(tokens)),
+            positions=self._tensor(np.concatenate(positions)),
+            slot_mapping=self._tensor(np.concatenate(slots)),
+            block_table=self._tensor(table),
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            logits_rows=self._tensor(np.array(logits_rows, dtype=np.int64)),
+        )
+        return batch, sampled
+
+    def sampling_rows(self, request_ids: Iterable[str]) -> list[SamplingRow]:
+        return [self._requests[request_id].row for request_id in request_ids]
+
+    def append(self, request_id: str, token_id: int) -> None:
+        """A sampled token: the input of the request's next step."""
+        self._requests[request_id].output_token_ids.append(token_id)
+
+    def _tensor(self, values: _Ints) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)

@@ -1,0 +1,75 @@
+"""Carries out plans: batch, forward pass, sampling."""
+
+from __future__ import annotations
+
+import torch
+
+from sol.engine.types import NewRequestData, SchedulerOutput, StepOutput
+from sol.ops import KVCache, Ops, Program, run
+from sol.runner.input_batch import InputBatch
+from sol.sampling.sampler import sample
+from sol.sampling_params import SamplingParams
+
+
+class ModelRunner:
+    """Implements `sol.engine.core.Runner` for one program on one device."""
+
+    def __init__(self, program: Program, ops: Ops, kv_cache: KVCache) -> None:
+        self._program = program
+        self._ops = ops
+        self._kv_cache = kv_cache
+        self._batch = InputBatch(kv_cache.block_size, program.embedding.device)
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> StepOutput:
+        self._batch.apply(plan)
+        batch, sampled = self._batch.build(plan)
+        logits = run(self._program, self._ops, batch, self._kv_cache)
+        result = StepOutput(sampled_token_ids={}, logprobs={}, errors={})
+        if not sampled:
+            return result
+        for request_id, token in zip(sampled, sample(logits, self._batch.sampling_rows(sampled)), strict=True):
+            if token.error is not None:
+                result.errors[request_id] = token.error
+                continue
+            self._batch.append(request_id, token.token_id)
+            result.sampled_token_ids[request_id] = [token.token_id]
+            if token.logprobs is not None:
+                result.logprobs[request_id] = [token.logprobs]
+        return result
+
+    def run_worst_case(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+        """The largest step there can be, once, before anybody waits: it must fit, and first calls are slow.
+
+        Its requests are of equal lengths, share the cache's first blocks (what they compute is not used), and every
+        one of them is sampled from the whole vocabulary with logprobs.
+        """
+        capacity = min(max_model_len, self._kv_cache.num_blocks * self._kv_cache.block_size)
+        length = max(1, min(max_num_batched_tokens // max_num_seqs, capacity))
+        first = min(max_num_batched_tokens - length * (max_num_seqs - 1), capacity)
+        params = SamplingParams(logprobs=0)
+        requests = []
+        for index in range(max_num_seqs):
+            count = first if index == 0 else length
+            requests.append(
+                NewRequestData(
+                    request_id=f"worst-case-{index}",
+                    token_ids=[0] * count,
+                    num_prompt_tokens=count,
+                    num_computed_tokens=0,
+                    block_ids=list(range(-(-count // self._kv_cache.block_size))),
+                    params=params,
+                    seed=0,
+                    choice_index=0,
+                    eos_token_ids=[],
+                )
+            )
+        self.execute(
+            SchedulerOutput(
+                num_scheduled_tokens={r.request_id: len(r.token_ids) for r in requests},
+                new_requests=requests,
+                cached_requests=[],
+                removed_request_ids=[],
+            )
+        )
+        self._batch.remove([r.request_id for r in requests])

@@ -1,0 +1,53 @@
+"""Noise as a function: of (seed, choice, position, token id) and nothing else.
+
+No generator is advanced, so the noise of a position does not depend on which positions were sampled before, in which
+batch, or on which device. The bits are SplitMix64's (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+Generators", OOPSLA 2014): a stream for each (seed, choice, position), one number in it for each token id.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MIX_1: Final = 0xBF58476D1CE4E5B9
+_MIX_2: Final = 0x94D049BB133111EB
+_MASK: Final = 0xFFFFFFFFFFFFFFFF
+
+
+def stream_key(seed: int, choice_index: int, position: int) -> int:
+    """The 64-bit key of the noise of output token `position` (0 for the first) of a choice."""
+    key = _mix((seed + _GOLDEN) & _MASK)
+    key = _mix((key + (choice_index + 1) * _GOLDEN) & _MASK)
+    return _mix((key + (position + 1) * _GOLDEN) & _MASK)
+
+
+def gumbel(key: int, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise for token ids (int64, any shape), float32 of the same shape.
+
+    argmax(logits + gumbel) is then a sample of softmax(logits). It is computed as -log(E), E exponential, from 53
+    bits: E's relative precision near 0, which decides the winners, is that of float32.
+    """
+    bits = (token_ids + 1) * _signed(_GOLDEN)
+    bits += _signed(key)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, None)):
+        bits ^= (bits >> shift) & ((1 << (64 - shift)) - 1)  # the mask makes the shift a logical one
+        if factor is not None:
+            bits *= _signed(factor)
+    bits >>= 11
+    bits &= (1 << 53) - 1
+    uniform = bits.to(torch.float32).mul_(2.0**-53).clamp_(min=2.0**-54)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    return value ^ (value >> 31)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits."""
+    return value - (1 << 64) if value >= 1 << 63 else value

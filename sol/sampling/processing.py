@@ -1,0 +1,86 @@
+"""From a row of raw logits to the candidates that may be sampled. Order and meaning are vLLM's:
+
+logit bias and min_tokens → penalties → temperature → min_p → top_k → top_p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from sol.sampling_params import SamplingParams
+
+_FIRST_LOOK: Final = 256
+"""How many of the likeliest tokens a top_p cut tries before it sorts the whole vocabulary."""
+
+
+@dataclass(slots=True)
+class SamplingRow:
+    """What besides the logits decides a token."""
+
+    params: SamplingParams
+    seed: int
+    choice_index: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    eos_token_ids: Sequence[int]
+
+    @property
+    def below_min_tokens(self) -> bool:
+        return len(self.output_token_ids) < self.params.min_tokens
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.below_min_tokens or bool(self.params.logit_bias) or self.params.penalised
+
+
+def adjust(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """[V] → [V] in new memory: bias, forbidden ends and penalties, which apply to greedy requests too."""
+    logits, params = logits.clone(), row.params
+    if params.logit_bias:
+        bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+        logits[_ids(params.logit_bias, logits)] += bias
+    if row.below_min_tokens:
+        logits[_ids({*row.eos_token_ids, *params.stop_token_ids}, logits)] = -torch.inf
+    if params.repetition_penalty != 1.0:
+        tokens = _ids({*row.prompt_token_ids, *row.output_token_ids}, logits)
+        seen, penalty = logits[tokens], params.repetition_penalty
+        logits[tokens] = torch.where(seen > 0, seen / penalty, seen * penalty)
+    if (params.presence_penalty or params.frequency_penalty) and row.output_token_ids:
+        output = torch.tensor(row.output_token_ids, dtype=torch.int64, device=logits.device)
+        tokens, counts = torch.unique(output, return_counts=True)
+        logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts.to(logits.dtype)
+    return logits
+
+
+def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """[V] → the token ids that may be sampled (None for all) and their logits over the temperature."""
+    scaled = logits / params.temperature
+    limit = scaled.shape[0] if params.top_k == 0 else min(params.top_k, scaled.shape[0])
+    if params.min_p > 0.0:
+        # p ≥ min_p · max p, said in logits; what it leaves is the head of the sorted row.
+        threshold = scaled.max() + torch.log(torch.tensor(params.min_p))
+        limit = min(limit, max(1, int((scaled >= threshold).sum())))
+    if limit == scaled.shape[0] and params.top_p >= 1.0:
+        return None, scaled
+    if params.top_p >= 1.0:
+        top, ids = scaled.topk(limit)
+        return ids, top
+    size = min(limit, _FIRST_LOOK)
+    # top_p counts probability among what top_k and min_p left: all of it is known only if that is the whole row.
+    total = scaled.logsumexp(0) if limit == scaled.shape[0] else scaled.topk(limit).values.logsumexp(0)
+    while True:
+        top, ids = scaled.topk(size)
+        before = (top - total).exp().cumsum(0).roll(1)
+        before[0] = 0.0
+        kept = max(1, int((before < params.top_p).sum()))
+        if kept < size or size == limit:
+            return ids[:kept], top[:kept]
+        size = min(limit, size * 16)
+
+
+def _ids(tokens: Iterable[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(list(tokens), dtype=torch.int64, device=like.device)

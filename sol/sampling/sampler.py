@@ -1,0 +1,71 @@
+"""Which token comes next: a pure function of a row's logits, its parameters, its seed and its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sol.engine.types import TokenLogprobs
+from sol.sampling.noise import gumbel, stream_key
+from sol.sampling.processing import SamplingRow, adjust, candidates
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    """Why there is none: the model gave no finite logits for this row."""
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """logits [S, V] float32, one row a request → one token each. `logits` is not changed."""
+    best, best_ids = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
+    finite = best.isfinite().tolist()
+    token_ids: list[int] = best_ids.tolist()
+    for index, row in enumerate(rows):
+        if finite[index] and (row.changes_logits or not row.params.greedy):
+            token_ids[index] = _sample_row(logits[index], row)
+    asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None and finite[i]]
+    logprobs = dict(zip(asking, _logprobs(logits, rows, token_ids, asking), strict=True)) if asking else {}
+    return [
+        SampledToken(token_id=token_id, logprobs=logprobs.get(index))
+        if finite[index]
+        else SampledToken(token_id=-1, error="the model's logits are not finite: its weights or its dtype overflow")
+        for index, token_id in enumerate(token_ids)
+    ]
+
+
+def _sample_row(logits: torch.Tensor, row: SamplingRow) -> int:
+    if row.changes_logits:
+        logits = adjust(logits, row)
+    if row.params.greedy:
+        return int(logits.argmax())
+    ids, scores = candidates(logits, row.params)
+    key = stream_key(row.seed, row.choice_index, len(row.output_token_ids))
+    if ids is None:
+        ids = torch.arange(scores.shape[0], device=scores.device)
+    return int(ids[(scores + gumbel(key, ids)).argmax()])
+
+
+def _logprobs(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: list[int], asking: list[int]
+) -> list[TokenLogprobs]:
+    """Of the raw logits, before bias, penalties and temperature, as vLLM reports them."""
+    raw = logits[asking]
+    total = raw.logsumexp(-1, keepdim=True)
+    chosen = raw.gather(-1, torch.tensor([[token_ids[i]] for i in asking], device=raw.device))
+    ranks = (raw > chosen).sum(-1) + 1
+    widest = max(min(rows[i].params.logprobs or 0, raw.shape[-1]) for i in asking)
+    top, top_ids = raw.topk(widest)
+    result = []
+    for place, (logprob, rank, values, ids) in enumerate(
+        zip((chosen - total).flatten().tolist(), ranks.tolist(), (top - total).tolist(), top_ids.tolist(), strict=True)
+    ):
+        count = rows[asking[place]].params.logprobs or 0
+        result.append(
+            TokenLogprobs(logprob=logprob, rank=rank, top=list(zip(ids[:count], values[:count], strict=True)))
+        )
+    return result
