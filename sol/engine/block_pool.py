@@ -47,8 +47,8 @@ class BlockPool:
         if count > len(self._free):
             raise RuntimeError(f"{count} blocks asked for, {len(self._free)} of {self.num_blocks} are free")
         block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
+        self.withdraw(block_ids)
         for block_id in block_ids:
-            self._forget(block_id)
             self._ref_counts[block_id] = 1
         return block_ids
 
@@ -91,6 +91,14 @@ class BlockPool:
         if self._block_of_hash.setdefault(block_hash, block_id) == block_id:
             self._hashes[block_id] = block_hash
 
+    def withdraw(self, block_ids: Iterable[int]) -> None:
+        """Let these blocks be found no more."""
+        for block_id in block_ids:
+            block_hash = self._hashes[block_id]
+            if block_hash is not None:
+                del self._block_of_hash[block_hash]
+                self._hashes[block_id] = None
+
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise `AssertionError` unless the pool agrees with itself and with the tables of all requests."""
         holds = [0] * self.num_blocks
@@ -104,9 +112,3 @@ class BlockPool:
         found = {block_id: block_hash for block_hash, block_id in self._block_of_hash.items()}
         assert len(found) == len(self._block_of_hash), "two hashes lead to one block"
         assert found == {i: h for i, h in enumerate(self._hashes) if h is not None}, "hashes and blocks disagree"
-
-    def _forget(self, block_id: int) -> None:
-        block_hash = self._hashes[block_id]
-        if block_hash is not None:
-            del self._block_of_hash[block_hash]
-            self._hashes[block_id] = None

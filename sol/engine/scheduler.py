@@ -126,8 +126,8 @@ class Scheduler:
             num_scheduled_tokens={}, new_requests=[], cached_requests=[], removed_request_ids=self._removed
         )
         budget = self._budget()
-        if self._schedule_running(plan, budget):
-            self._schedule_waiting(plan, budget)
+        self._schedule_running(plan, budget)
+        self._schedule_waiting(plan, budget)
         self._removed = []
         if not plan.num_scheduled_tokens:
             raise RuntimeError("the scheduler made an empty plan")
@@ -144,18 +144,14 @@ class Scheduler:
             return _Budget(total, total)
         return _Budget(total, max(1, min(self.config.max_num_prefill_tokens, total - decoding)))
 
-    def _schedule_running(self, plan: SchedulerOutput, budget: _Budget) -> bool:
-        """False if blocks ran out; then nobody may be admitted in this step."""
-        enough = True
+    def _schedule_running(self, plan: SchedulerOutput, budget: _Budget) -> None:
         for request in self._running.copy():
             count = budget.grant(request)
             if count == 0 or not request.block_ids:  # no turn in this step, or preempted since the loop began
                 continue
             needed = self._num_blocks(request.num_computed_tokens + count) - len(request.block_ids)
-            if needed > self.pool.num_free:
-                enough = False
-                if not self._make_room(request, needed):
-                    continue
+            if not self._make_room(request, needed):
+                continue
             new_block_ids = self.pool.allocate(needed) if needed > 0 else []
             request.block_ids += new_block_ids
             plan.cached_requests.append(
@@ -166,7 +162,6 @@ class Scheduler:
                 )
             )
             self._advance(plan, budget, request, count)
-        return enough
 
     def _schedule_waiting(self, plan: SchedulerOutput, budget: _Budget) -> None:
         growing = sum(self._may_grow(request) for request in self._running)
@@ -259,6 +254,7 @@ class Scheduler:
             if request is None:  # aborted while the step ran
                 continue
             if request_id in result.errors:
+                self.pool.withdraw(request.block_ids)  # whatever is wrong may be in its KV cache
                 outputs.append(self._drop(request, "error", result.errors[request_id]))
                 continue
             sampled = result.sampled_token_ids.get(request_id, [])

@@ -107,6 +107,16 @@ def test_only_a_held_block_without_hash_can_be_published() -> None:
         pool.publish(0, b"y")
 
 
+def test_a_withdrawn_block_is_found_no_more() -> None:
+    pool = BlockPool(2)
+    table = pool.allocate(2)
+    pool.publish(table[0], b"x")
+    pool.withdraw(table)
+    assert pool.find(b"x") is None
+    pool.publish(table[0], b"y")
+    pool.check_integrity([table])
+
+
 def test_free_blocks_among_found_ones_are_counted() -> None:
     pool = BlockPool(3)
     assert pool.num_free_among(pool.allocate(2)) == 0

@@ -274,6 +274,25 @@ def test_a_result_that_does_not_answer_the_plan_is_an_error() -> None:
         scheduler.update_from_output(plan, StepOutput(sampled_token_ids={"a": [1]}, logprobs={}))
 
 
+def test_a_request_that_could_not_be_sampled_ends_alone_and_its_blocks_are_not_found_again() -> None:
+    driver = Driver()
+    driver.add("a", prompt(9))
+    driver.add("b", prompt(9, start=30), max_tokens=2)
+    plan = driver.scheduler.schedule()
+    result = driver.runner.execute(plan)
+    del result.sampled_token_ids["a"]
+    result.errors["a"] = "its logits are not numbers"
+    failed, other = driver.scheduler.update_from_output(plan, result)
+    assert (failed.finish_reason, failed.error, failed.new_token_ids) == ("error", "its logits are not numbers", [])
+    assert other.finish_reason is None
+    driver.scheduler.check_integrity()
+    driver.add("c", prompt(9))
+    driver.add("d", prompt(9, start=30))
+    plan = driver.step()
+    assert plan.num_scheduled_tokens == {"b": 1, "c": 9, "d": 1}
+    assert plan.removed_request_ids == ["a"]
+
+
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
