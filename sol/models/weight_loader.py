@@ -27,6 +27,7 @@ class WeightLoader:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor in memory of its own."""
+        self._check(name, shape)
         out = torch.empty(shape, dtype=self._dtype, device=self.device)
         self._fill(name, out)
         return out
@@ -36,6 +37,10 @@ class WeightLoader:
 
     def linear(self, parts: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False) -> Linear:
         """Projections (name, rows), one below the other, as one [all rows, in_features]."""
+        for name, count in parts:
+            self._check(f"{name}.weight", (count, in_features))
+            if bias:
+                self._check(f"{name}.bias", (count,))
         rows = sum(count for _, count in parts)
         weight = torch.empty((rows, in_features), dtype=self._dtype, device=self.device)
         bias_out = torch.empty(rows, dtype=self._dtype, device=self.device) if bias else None
@@ -63,15 +68,18 @@ class WeightLoader:
         """Names of the tensors that nobody took, sorted."""
         return sorted(self._names - self._taken)
 
-    def _fill(self, name: str, out: torch.Tensor) -> None:
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        # Before anything is allocated: a configuration that lies may ask for any size.
         if name not in self._names:
             raise CheckpointError(f"the checkpoint lacks the tensor {name}", param="model")
         found = self._checkpoint.shape(name)
-        if found != tuple(out.shape):
+        if found != shape:
             raise CheckpointError(
-                f"the tensor {name} has the shape {list(found)}; the configuration makes it {list(out.shape)}",
+                f"the tensor {name} has the shape {list(found)}; the configuration makes it {list(shape)}",
                 param="model",
             )
+
+    def _fill(self, name: str, out: torch.Tensor) -> None:
         out.copy_(self._checkpoint.load(name, self._dtype, self.device))
         self._taken.add(name)
         self._progress.advance(self._checkpoint.stored_nbytes(name))

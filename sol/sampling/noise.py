@@ -30,16 +30,22 @@ def gumbel(key: int, token_ids: torch.Tensor) -> torch.Tensor:
     argmax(logits + gumbel) is then a sample of softmax(logits). It is computed as -log(E), E exponential, from 53
     bits: E's relative precision near 0, which decides the winners, is that of float32.
     """
+    bits = _bits(key, token_ids)
+    bits >>= 11
+    bits &= (1 << 53) - 1
+    uniform = bits.to(torch.float32).mul_(2.0**-53).clamp_(min=2.0**-54)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _bits(key: int, token_ids: torch.Tensor) -> torch.Tensor:
+    """The numbers at places `token_ids` of SplitMix64's sequence from the state `key` on, as int64."""
     bits = (token_ids + 1) * _signed(_GOLDEN)
     bits += _signed(key)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, None)):
         bits ^= (bits >> shift) & ((1 << (64 - shift)) - 1)  # the mask makes the shift a logical one
         if factor is not None:
             bits *= _signed(factor)
-    bits >>= 11
-    bits &= (1 << 53) - 1
-    uniform = bits.to(torch.float32).mul_(2.0**-53).clamp_(min=2.0**-54)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    return bits
 
 
 def _mix(value: int) -> int:

@@ -1,0 +1,145 @@
+"""The memory plan, from invented machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sol.config import EngineConfig
+from sol.errors import OutOfMemoryError
+from sol.models.config import ModelConfig
+from sol.runner.cgroup import CGroups
+from sol.runner.memory import (
+    GIB,
+    DeviceMemory,
+    MemoryPlan,
+    allocate_kv_cache,
+    device_memory,
+    kv_bytes_per_token,
+    plan_memory,
+    workspace_bytes,
+)
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SMOLLM2 = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope_theta=100000.0,
+    rope_scaling=None,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    mlp_bias=False,
+    torch_dtype="float32",
+    bos_token_id=1,
+    eos_token_ids=(2,),
+)
+WEIGHTS = 538_060_032
+PER_TOKEN = 2 * 30 * 3 * 64 * 4
+
+
+def make_plan(
+    total: float, available: float | None = None, *, device: torch.device = CPU, weights: int = WEIGHTS, **options: Any
+) -> MemoryPlan:
+    memory = DeviceMemory(total=int(total * GIB), available=int((total if available is None else available) * GIB))
+    return plan_memory(
+        EngineConfig(**options),
+        SMOLLM2,
+        device,
+        memory=memory,
+        weights=weights,
+        workspace=workspace_bytes(SMOLLM2, torch.float32, 512, 128),
+        kv_per_token=kv_bytes_per_token(SMOLLM2, torch.float32),
+        max_num_seqs=128,
+    )
+
+
+def test_two_servers_fit_one_machine_of_8_gib() -> None:
+    first = make_plan(8)
+    used = (first.weights + first.workspace + first.kv_cache) / GIB
+    second = make_plan(8, available=8 - used)
+    both = used + (second.weights + second.workspace + second.kv_cache) / GIB
+    assert both < 7.5
+    assert second.max_model_len == 8192
+    assert second.full_length_requests >= 2
+
+
+def test_a_cpu_stays_modest_unless_it_is_asked_for_more() -> None:
+    assert make_plan(256).kv_cache <= 2 * GIB
+    assert make_plan(256, gpu_memory_utilization=0.5).kv_cache > 40 * GIB
+    assert make_plan(256, kv_cache_memory_bytes=3 * GIB).kv_cache == pytest.approx(3 * GIB, rel=0.01)
+
+
+def test_a_gpu_gets_what_weights_and_workspace_leave() -> None:
+    plan = make_plan(80, device=GPU, weights=16 * GIB)
+    assert plan.weights + plan.workspace + plan.kv_cache <= 0.9 * 80 * GIB
+    assert plan.num_blocks == 128 * 512  # no more than max_num_seqs requests of full length can use
+
+
+def test_a_length_nobody_asked_for_shrinks_and_one_asked_for_is_an_error() -> None:
+    small = 300 * (1 << 20)
+    plan = make_plan(8, kv_cache_memory_bytes=small)
+    assert plan.max_model_len == plan.kv_tokens == small // PER_TOKEN // 16 * 16
+    with pytest.raises(OutOfMemoryError, match=f"at most {plan.max_model_len}") as caught:
+        make_plan(8, kv_cache_memory_bytes=small, max_model_len=8192)
+    assert caught.value.param == "max_model_len"
+    assert make_plan(8, kv_cache_memory_bytes=small, max_model_len=100).max_model_len == 100
+
+
+def test_what_does_not_fit_is_said_with_a_remedy() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"the weights need .* GiB") as caught:
+        make_plan(8, weights=5 * GIB)
+    assert caught.value.param == "gpu_memory_utilization"
+    with pytest.raises(OutOfMemoryError, match=r"kv_cache_memory_bytes is 9\.00 GiB"):
+        make_plan(8, kv_cache_memory_bytes=9 * GIB)
+    with pytest.raises(OutOfMemoryError, match=r"needs .* of KV cache"):
+        make_plan(8, kv_cache_memory_bytes=1000)
+
+
+def test_free_memory_bounds_the_plan_whatever_the_share() -> None:
+    plan = make_plan(64, available=2.0, gpu_memory_utilization=1.0)
+    assert plan.weights + plan.workspace + plan.kv_cache <= 1.5 * GIB
+
+
+def test_the_cache_has_the_planned_shape() -> None:
+    plan = make_plan(8, kv_cache_memory_bytes=100 * PER_TOKEN)
+    cache = allocate_kv_cache(plan, SMOLLM2, torch.float32, CPU)
+    assert cache.shape == (30, 2, 6, 16, 3, 64)
+    assert cache.nbytes == plan.kv_cache
+
+
+def test_this_machine_has_memory() -> None:
+    memory = device_memory(CPU)
+    assert 0 < memory.available <= memory.total
+
+
+def test_cgroups(tmp_path: Path) -> None:
+    root, inner = tmp_path / "cgroup", tmp_path / "cgroup" / "service" / "worker"
+    inner.mkdir(parents=True)
+    membership = tmp_path / "membership"
+    membership.write_text("0::/service/worker\n")
+    groups = CGroups(root, membership)
+    assert groups.memory() is None
+    assert groups.cores() is None
+
+    (inner / "memory.max").write_text("max\n")
+    (inner / "cpu.max").write_text("max 100000\n")
+    service = root / "service"
+    (service / "memory.max").write_text("1000\n")
+    (service / "memory.current").write_text("700\n")
+    (service / "memory.stat").write_text("anon 400\nactive_file 100\ninactive_file 200\n")
+    (service / "cpu.max").write_text("150000 100000\n")
+    (root / "cpu.max").write_text("400000 100000\n")
+    assert groups.memory() == (1000, 600)
+    assert groups.cores() == 1.5
+    assert CGroups(tmp_path / "none", tmp_path / "nothing").memory() is None

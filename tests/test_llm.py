@@ -1,0 +1,335 @@
+"""The offline API, and that a request's tokens depend on nothing but the request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import TinyLlama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import sol
+from sol import LLM, SamplingParams
+from sol.assemble import build_core
+from sol.config import EngineConfig
+from sol.engine.core import EngineCore
+from sol.engine.types import EngineRequest
+from sol.errors import ConfigError, RequestError
+from sol.llm import CompletionOutput
+
+VOCAB = 320
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model_path(tiny_llama: Callable[..., TinyLlama], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny random Llama with a word-level tokenizer: token i is the word w<i>."""
+    import shutil
+
+    folder = tmp_path_factory.mktemp("with_tokenizer") / "model"
+    shutil.copytree(tiny_llama().directory, folder)
+    words = {f"w{i}": i for i in range(VOCAB - 2)} | {"<bot>": VOCAB - 2, "<unk>": VOCAB - 1}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "w2"}))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(model_path: str) -> LLM:
+    return LLM(model=model_path, max_model_len=256, kv_cache_memory_bytes=16 << 20)
+
+
+def test_text_prompts(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    one = llm.generate("w5 w6 w7", params, use_tqdm=False)
+    several = llm.generate(["w5 w6 w7", {"prompt": "w9"}, {"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+    assert [r.prompt for r in several] == ["w5 w6 w7", "w9", None]
+    assert one[0].outputs[0].token_ids == several[0].outputs[0].token_ids == several[2].outputs[0].token_ids
+    output = one[0].outputs[0]
+    assert output.text.split() == [f"w{t}" for t in output.token_ids]
+    assert output.finish_reason == "length"
+    assert one[0].prompt_token_ids == [5, 6, 7]
+    assert one[0].finished
+    assert several[0].num_cached_tokens == 0  # three tokens fill no block
+
+
+def test_parameters_of_each_prompt_and_choices(llm: LLM) -> None:
+    results = llm.generate(
+        ["w5", "w5"],
+        [
+            SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True),
+            SamplingParams(seed=1, max_tokens=8, ignore_eos=True),
+        ],
+        use_tqdm=False,
+    )
+    choices = [output.token_ids for output in results[0].outputs]
+    assert [output.index for output in results[0].outputs] == [0, 1, 2]
+    assert len({tuple(c) for c in choices}) == 3
+    assert results[1].outputs[0].token_ids == choices[0]
+
+
+def test_seeds_come_from_the_engines_seed(model_path: str) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+
+    def tokens(seed: int) -> list[list[int]]:
+        llm = LLM(model=model_path, max_model_len=64, kv_cache_memory_bytes=4 << 20, seed=seed)
+        return [llm.generate("w5", params, use_tqdm=False)[0].outputs[0].token_ids for _ in range(2)]
+
+    first = tokens(0)
+    assert first == tokens(0)
+    assert first[0] != first[1]
+    assert tokens(1) != first
+
+
+def test_logprobs(llm: LLM) -> None:
+    output = llm.generate("w5 w9", SamplingParams(temperature=0.0, max_tokens=3, logprobs=2, ignore_eos=True))[
+        0
+    ].outputs[0]
+    assert output.logprobs is not None
+    assert [next(iter(entry)) for entry in output.logprobs] == output.token_ids
+    assert all(len(entry) == 2 for entry in output.logprobs)
+    first = output.logprobs[0][output.token_ids[0]]
+    assert first.rank == 1
+    assert first.decoded_token == f"w{output.token_ids[0]}"
+    assert output.cumulative_logprob == pytest.approx(
+        sum(entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True))
+    )
+
+
+def test_stops(llm: LLM) -> None:
+    def generate(**options: Any) -> CompletionOutput:
+        params = SamplingParams(seed=4, max_tokens=6, ignore_eos=True, **options)
+        return llm.generate("w5", params, use_tqdm=False)[0].outputs[0]
+
+    free = generate()
+    third = free.token_ids[2]
+    assert third not in free.token_ids[:2]
+    by_token = generate(stop_token_ids=[third])
+    assert by_token.token_ids == free.token_ids[:3]
+    assert (by_token.finish_reason, by_token.stop_reason) == ("stop", third)
+    by_text = generate(stop=f"w{third}")
+    assert (by_text.finish_reason, by_text.stop_reason) == ("stop", f"w{third}")
+    assert by_text.token_ids == free.token_ids[:3]
+    assert f"w{third}" not in by_text.text
+
+
+def test_chat(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    conversation = [{"role": "user", "content": [{"type": "text", "text": "w7"}]}]
+    single = llm.chat(conversation, params, use_tqdm=False)
+    assert single[0].prompt == "<user> w7 <bot>"
+    assert single[0].prompt_token_ids[-1] == VOCAB - 2
+    both = llm.chat([conversation, conversation], params, use_tqdm=False)
+    assert [r.outputs[0].token_ids for r in both] == [single[0].outputs[0].token_ids] * 2
+
+
+def test_progress_is_shown_on_stderr_unless_it_is_not_wanted(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    params = SamplingParams(max_tokens=1)
+    llm.generate(["w1", "w2"], params)
+    assert "Generating: 2 of 2" in capsys.readouterr().err
+    llm.generate(["w1", "w2"], params, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_wrong_calls_say_what_is_wrong(llm: LLM, model_path: str) -> None:
+    cases: list[tuple[Any, Any, str]] = [
+        ([[1, 2]], None, "a prompt must be a text"),
+        ({"prompt_token_ids": []}, None, "at least one token"),
+        ({"prompt_token_ids": [VOCAB]}, None, "outside of the vocabulary"),
+        ({"prompt_token_ids": [1] * 256}, None, "256 tokens, but prompt and output together may have 256"),
+        (["w1", "w2"], [SamplingParams()], "2 prompts but 1 sampling_params"),
+        ("w1", SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias: token id 320"),
+    ]
+    for prompts, params, message in cases:
+        with pytest.raises(RequestError, match=message):
+            llm.generate(prompts, params, use_tqdm=False)
+    for options, message in (
+        ({"quantization": "fp8"}, "quantization must be None"),
+        ({"speculation": "ngram"}, 'speculation must be "off"'),
+        ({"tensor_parallel_size": 2}, "no option tensor_parallel_size"),
+        ({"max_model_len": 513}, "made for at most 512"),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "at least max_num_seqs"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LLM(model=model_path, **options)  # type: ignore[arg-type]
+
+
+def test_without_a_tokenizer(model_path: str) -> None:
+    llm = LLM(model=model_path, skip_tokenizer_init=True, load_format="dummy", max_model_len=64, max_num_seqs=4)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4, detokenize=False, logprobs=1)
+    output = llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)[0].outputs[0]
+    assert len(output.token_ids) == 4
+    assert output.text == ""
+    assert output.logprobs is not None
+    assert all(entry.decoded_token is None for entry in output.logprobs[0].values())
+    with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+        llm.generate("w1", params)
+    with pytest.raises(ConfigError, match="detokenize=False"):
+        llm.generate([{"prompt_token_ids": [1]}], SamplingParams())
+
+
+def test_engine_matrix_runs_on_sol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """The script that drives vLLM drives Sol, unchanged but for sizes: a small shape, few cases."""
+    import runpy
+    import sys
+
+    script = Path(__file__).parents[1] / "benchmarks" / "engine_matrix.py"
+    config = json.loads((script.parent / "llama-3-8b" / "config.json").read_text())
+    config |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config |= {"num_key_value_heads": 1, "head_dim": 16}
+    (tmp_path / "llama-3-8b").mkdir()
+    (tmp_path / "llama-3-8b" / "config.json").write_text(json.dumps(config))
+    copy = tmp_path / "engine_matrix.py"
+    source = script.read_text()
+    smaller = {
+        "BATCHES = {128: (1, 2, 4, 8, 16, 32, 64, 128, 256), 2048: (1, 8, 32)}": "BATCHES = {128: (1, 2)}",
+        "(2048, 8000)": "(200,)",
+        "512 * 256 / run(512, 512, 256)": "4 * 8 / run(4, 16, 8)",
+        "gpu_memory_utilization=0.9": "gpu_memory_utilization=0.2",
+    }
+    for before, after in smaller.items():
+        assert before in source
+        source = source.replace(before, after)
+    copy.write_text(source)
+    monkeypatch.setattr(sys, "argv", [str(copy), "--engine", "sol"])
+    runpy.run_path(str(copy), run_name="__main__")
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert rows["engine"] == "sol"
+    assert rows["version"] == sol.__version__
+    assert rows["itl_ms[in=128,batch=2]"] > 0
+
+
+# ── a request's tokens depend on nothing but the request ─────────────────────────────────────────────────────────────
+
+PROMPT = [(7 * i) % 300 + 10 for i in range(83)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=24, ignore_eos=True, presence_penalty=0.5)
+
+
+def make_core(model_path: str, **options: Any) -> EngineCore:
+    config = EngineConfig(**({"model": model_path, "max_model_len": 256, "kv_cache_memory_bytes": 8 << 20} | options))
+    return build_core(config, progress=False)
+
+
+def request(name: str, prompt: list[int], params: SamplingParams, seed: int = 11) -> EngineRequest:
+    return EngineRequest(request_id=name, prompt_token_ids=prompt, params=params, seed=seed)
+
+
+class Tally:
+    """Runs a core dry and remembers tokens and counters."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.cached: dict[str, int] = {}
+        self.hits = self.preemptions = self.steps = 0
+        while core.has_work:
+            output = core.step()
+            self.steps += 1
+            core.check_integrity()
+            self.hits += output.stats.prefix_cache_hits
+            self.preemptions += output.stats.num_preemptions
+            for item in output.outputs:
+                self.tokens.setdefault(item.request_id, []).extend(item.new_token_ids)
+                self.cached[item.request_id] = item.num_cached_tokens
+
+
+@pytest.fixture(scope="module")
+def solo(model_path: str) -> dict[str, list[int]]:
+    """What the two requests give alone, cold, their prompts in one piece."""
+    tokens = {}
+    for name, params in (("greedy", GREEDY), ("seeded", SEEDED)):
+        core = make_core(model_path)
+        core.add([request(name, PROMPT, params)])
+        tokens |= Tally(core).tokens
+    assert len(set(tokens["greedy"])) > 4  # otherwise this proves little
+    assert tokens["greedy"] != tokens["seeded"]
+    return tokens
+
+
+def neighbours(count: int) -> Iterator[EngineRequest]:
+    for i in range(count):
+        params = SamplingParams(max_tokens=5 + 3 * i, ignore_eos=True, temperature=(0.0, 0.8, 1.5)[i % 3])
+        yield request(f"neighbour-{i}", [(i * 31 + j) % 300 + 5 for j in range(3 + 11 * i)], params, seed=i)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 4096])
+def test_chunk_sizes(model_path: str, solo: dict[str, list[int]], chunk: int) -> None:
+    core = make_core(model_path, max_num_batched_tokens=chunk, max_num_seqs=1)
+    core.add([request("greedy", PROMPT, GREEDY), request("seeded", PROMPT, SEEDED)])
+    tally = Tally(core)
+    assert tally.tokens == solo
+    # The second prompt finds the first one's full blocks.
+    first = -(-len(PROMPT) // chunk)
+    rest = -(-(len(PROMPT) - 80) // chunk)
+    assert tally.steps == first + 23 + rest + 23
+    assert tally.cached == {"greedy": 0, "seeded": 80}
+
+
+def test_cold_and_warm_prefix_cache(model_path: str, solo: dict[str, list[int]]) -> None:
+    core = make_core(model_path)
+    for hits in (0, 80):
+        for name, params in (("greedy", GREEDY), ("seeded", SEEDED)):
+            core.add([request(name, PROMPT, params)])
+            tally = Tally(core)
+            assert tally.tokens[name] == solo[name]
+            assert tally.hits == (80 if name == "seeded" else hits)
+    without = make_core(model_path, enable_prefix_caching=False)
+    for _ in range(2):
+        without.add([request("greedy", PROMPT, GREEDY)])
+        tally = Tally(without)
+        assert tally.tokens["greedy"] == solo["greedy"]
+        assert tally.hits == 0
+
+
+@pytest.mark.parametrize("prefill", [1, 7, 64, 4096])
+def test_among_neighbours(model_path: str, solo: dict[str, list[int]], prefill: int) -> None:
+    core = make_core(model_path, max_num_prefill_tokens=prefill)
+    others = list(neighbours(16))
+    core.add(others[:8])
+    for _ in range(3):
+        core.step()
+    core.add([request("greedy", PROMPT, GREEDY), request("seeded", PROMPT, SEEDED), *others[8:]])
+    tally = Tally(core)
+    assert {name: tally.tokens[name] for name in solo} == solo
+
+
+def test_before_and_after_a_preemption(model_path: str, solo: dict[str, list[int]]) -> None:
+    bytes_per_token = 2 * 2 * 2 * 16 * 4
+    for caching in (True, False):
+        core = make_core(
+            model_path,
+            max_model_len=112,
+            kv_cache_memory_bytes=18 * 16 * bytes_per_token,
+            enable_prefix_caching=caching,
+        )
+        others = [
+            request(f"older-{i}", [20 + i] * 60, SamplingParams(max_tokens=45, ignore_eos=True)) for i in range(2)
+        ]
+        core.add([*others, request("greedy", PROMPT, GREEDY), request("seeded", PROMPT, SEEDED)])
+        tally = Tally(core)
+        assert tally.preemptions > 0
+        assert {name: tally.tokens[name] for name in solo} == solo
+
+
+def test_choices_that_arrive_together_share_their_prompt(model_path: str) -> None:
+    core = make_core(model_path)
+    core.add(
+        [
+            EngineRequest(request_id=f"c{i}", prompt_token_ids=PROMPT, params=SEEDED, seed=11, choice_index=i)
+            for i in range(4)
+        ]
+    )
+    tally = Tally(core)
+    assert tally.hits == 3 * 80
+    assert len({tuple(t) for t in tally.tokens.values()}) == 4
+    alone = make_core(model_path)
+    alone.add([EngineRequest(request_id="c2", prompt_token_ids=PROMPT, params=SEEDED, seed=11, choice_index=2)])
+    assert Tally(alone).tokens["c2"] == tally.tokens["c2"]
