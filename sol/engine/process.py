@@ -227,7 +227,6 @@ def run_engine(build: Callable[[EngineConfig], EngineCore]) -> NoReturn:
         start_up = wire.read_start_up(_STDIN)
     except EOFError as error:
         sys.exit(f"this program is an engine's process, which Sol starts itself: {error}")
-    threading.Thread(target=_exit_with_parent, args=(start_up.directory,), name="parent-watch", daemon=True).start()
     sys.exit(_run(start_up, build))
 
 
@@ -246,6 +245,8 @@ def _run(start_up: wire.StartUp, build: Callable[[EngineConfig], EngineCore]) ->
     try:
         requests.bind(start_up.input_address)
         outputs.connect(start_up.output_address)
+        watch = threading.Thread(target=_exit_with_parent, args=(start_up.directory,), name="parent-watch", daemon=True)
+        watch.start()
         wire.decode_to_engine(requests.recv())  # Hello
         outputs.send(wire.encode(wire.Hello()))
         try:

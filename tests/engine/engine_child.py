@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from token_runner import TokenRunner, make_config, make_core
+from token_runner import FailingRunner, TokenRunner, make_config, make_core
 
 from sol.config import EngineConfig
 from sol.engine.core import EngineCore
@@ -30,15 +30,6 @@ class SlowRunner(TokenRunner):
 
     def execute(self, plan: SchedulerOutput) -> StepOutput:
         time.sleep(0.001)
-        return super().execute(plan)
-
-
-class FailingRunner(TokenRunner):
-    """Fails in the third step."""
-
-    def execute(self, plan: SchedulerOutput) -> StepOutput:
-        if len(self.plans) == 2:
-            raise ArithmeticError("the third step is one too many")
         return super().execute(plan)
 
 

@@ -16,7 +16,6 @@ from engine_child import MAX_MODEL_LEN
 from token_runner import expected_output, make_request
 
 from sol.config import EngineConfig
-from sol.engine import wire
 from sol.engine.process import ProcessClient
 from sol.engine.types import RequestOutput
 from sol.errors import ConfigError, EngineDeadError, UnsupportedModelError
@@ -169,7 +168,7 @@ def test_a_failing_step_fails_every_request_and_ends_the_process(capfd: pytest.C
         outputs = collect(client, 2)
         for output in outputs.values():
             assert output.finish_reason == "error"
-            assert output.error == "the engine failed: ArithmeticError: the third step is one too many"
+            assert output.error == "the engine failed: ArithmeticError: out of luck"
         with pytest.raises(EngineDeadError, match="exit code 1"):
             client.receive()
     assert "Traceback" in capfd.readouterr().err
@@ -298,22 +297,3 @@ def test_the_engines_program_explains_itself() -> None:
     done = subprocess.run([sys.executable, CHILD, "slow"], input=b"", capture_output=True)
     assert done.returncode == 1
     assert b"Sol starts itself" in done.stderr
-
-
-def test_start_up_message_is_read_in_pieces() -> None:
-    message = wire.StartUp(EngineConfig(seed=5), "d", "i", "o")
-    read, write = os.pipe()
-    data = wire.encode_start_up(message)
-
-    def feed() -> None:
-        for index in range(len(data)):
-            os.write(write, data[index : index + 1])
-        os.close(write)
-
-    thread = threading.Thread(target=feed)
-    thread.start()
-    assert wire.read_start_up(read) == message
-    with pytest.raises(EOFError):
-        wire.read_start_up(read)
-    thread.join()
-    os.close(read)

@@ -150,6 +150,17 @@ class TokenRunner:
         return read
 
 
+class FailingRunner(TokenRunner):
+    """Fails in its second step."""
+
+    error: BaseException = ArithmeticError("out of luck")
+
+    def execute(self, plan: SchedulerOutput) -> StepOutput:
+        if len(self.plans) == 1:
+            raise self.error
+        return super().execute(plan)
+
+
 def make_config(**changes: int | bool) -> SchedulerConfig:
     values: dict[str, int | bool] = {
         "max_model_len": 64,
