@@ -20,7 +20,7 @@ from sol.errors import RequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sol.cli.local import LocalModel
+    from sol.local import LocalEngine
     from sol.sampling_params import SamplingParams
 
 _COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -38,15 +38,15 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from sol.cli.local import LocalModel
+    from sol.local import LocalEngine
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (importing it gives input() line editing and history)
 
     notes = Console(stderr=True, highlight=False, markup=False)
-    model = LocalModel(config)
-    model.require_chat_template()
-    notes.print(f"{model.info.model} ({model.info.device}, {model.info.dtype}). {_COMMANDS}.")
+    engine = LocalEngine(config)
+    _ = engine.chat_template  # a model that has none is an error now, not at the first question
+    notes.print(f"{engine.info.model} ({engine.info.device}, {engine.info.dtype}). {_COMMANDS}.")
     beginning = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(beginning)
     while (line := _read_line()) is not None:
@@ -59,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
             notes.print(f"{line.split()[0]} is no command: {_COMMANDS}.", style="dim")
         elif line:
             asked = [*messages, {"role": "user", "content": line}]
-            answer = _answer(model, asked, params, notes)
+            answer = _answer(engine, asked, params, notes)
             if answer is not None:
                 messages = [*asked, {"role": "assistant", "content": answer}]
-    model.close()
+    engine.close()
     return 0
 
 
@@ -80,21 +80,22 @@ def _read_line() -> str | None:
     return line.strip()
 
 
-def _answer(model: LocalModel, messages: list[dict[str, str]], params: SamplingParams, notes: Console) -> str | None:
+def _answer(engine: LocalEngine, messages: list[dict[str, str]], params: SamplingParams, notes: Console) -> str | None:
     """Print the model's answer as it comes; None if there was none, because the conversation no longer fits."""
-    from sol.cli.local import Interrupt
+    from sol.cli.interrupt import Interrupt
 
     interrupt = Interrupt()
     text, tokens, reason = "", 0, None
     started = first = 0.0
     try:
-        prompt = model.encode_chat(messages)
+        prompt = engine.tokenizer.encode(engine.chat_template.render(messages), add_special_tokens=False)
         started = time.perf_counter()
-        for piece in model.stream([prompt], params, interrupt):
-            first = first or time.perf_counter()
-            text, tokens, reason = text + piece.text, tokens + piece.num_tokens, piece.finish_reason
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+        with interrupt.watched():
+            for piece in engine.stream([prompt], [params], cancelled=interrupt.pressed):
+                first = first or time.perf_counter()
+                text, tokens, reason = text + piece.text, tokens + len(piece.token_ids), piece.finish_reason
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
     except RequestError as error:
         notes.print(error.message, style="red")
         notes.print("/reset begins a new conversation.", style="dim")

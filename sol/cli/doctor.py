@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sol.cli.diagnosis import Diagnosis
+    from sol.config import EngineConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +35,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        _print(diagnosis, Console(highlight=False, markup=False, soft_wrap=True))
+        _print(diagnosis, config, Console(highlight=False, markup=False, soft_wrap=True))
     return 1 if diagnosis.problems else 0
 
 
-def _print(diagnosis: Diagnosis, console: Console) -> None:
+def _print(diagnosis: Diagnosis, config: EngineConfig, console: Console) -> None:
     machine, model, settings = diagnosis.machine, diagnosis.model, diagnosis.settings
     memory = f"{size(machine.memory_bytes)}, {size(machine.available_bytes)} available"
     if machine.memory_limit_bytes is not None:
@@ -62,12 +63,14 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
             ("KV cache", f"{by_dtype(model.kv_bytes_per_token)}, for each token"),
         ])  # fmt: skip
     if settings is not None:
+        longest = config.max_model_len or (0 if model is None else model.max_position_embeddings)
+        cut = f" (cut from {longest:,} to what fits)" if settings.max_model_len < longest else ""
         section(console, "What Sol will use", [
             ("device", f"{settings.device}, {settings.dtype}, {settings.threads} threads"),
             ("memory", f"{size(settings.memory_budget)} at most: weights {size(settings.weights)}, workspace "
                        f"{size(settings.workspace)}, KV cache {size(settings.kv_cache)}"),
             ("KV cache", f"{settings.kv_cache_tokens:,} tokens: {settings.full_length_requests:.1f} requests "
-                         f"of the full {settings.max_model_len:,}"),
+                         f"of the full {settings.max_model_len:,}{cut}"),
             ("a step", f"up to {settings.max_num_seqs} requests and {settings.max_num_batched_tokens:,} tokens, "
                        f"{settings.max_num_prefill_tokens:,} of prompts while others decode"),
         ])  # fmt: skip

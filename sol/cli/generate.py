@@ -34,24 +34,26 @@ def run(args: argparse.Namespace) -> int:
     if not all(texts):
         raise RequestError("PROMPT must not be empty", param="prompts")
 
-    from sol.cli.local import Interrupt, LocalModel
+    from sol.cli.interrupt import Interrupt
+    from sol.local import LocalEngine
 
-    model, interrupt = LocalModel(config), Interrupt()
-    prompts = [model.tokenizer.encode(text) for text in texts]
+    engine, interrupt = LocalEngine(config), Interrupt()
+    prompts = [engine.tokenizer.encode(text) for text in texts]
     # All prompts are computed together; they are printed in their order, the first unfinished one as it comes.
     waiting = ["" for _ in prompts]
     finished = [False for _ in prompts]
     current = 0
-    for piece in model.stream(prompts, params, interrupt):
-        waiting[piece.index] += piece.text
-        finished[piece.index] = piece.finish_reason is not None
-        while current < len(prompts):
-            sys.stdout.write(waiting[current])
-            waiting[current] = ""
-            if not finished[current]:
-                break
-            sys.stdout.write("\n")
-            current += 1
-        sys.stdout.flush()
-    model.close()
-    return 130 if interrupt.pressed else 0
+    with interrupt.watched():
+        for piece in engine.stream(prompts, [params] * len(prompts), cancelled=interrupt.pressed):
+            waiting[piece.prompt_index] += piece.text
+            finished[piece.prompt_index] = piece.finish_reason is not None
+            while current < len(prompts):
+                sys.stdout.write(waiting[current])
+                waiting[current] = ""
+                if not finished[current]:
+                    break
+                sys.stdout.write("\n")
+                current += 1
+            sys.stdout.flush()
+    engine.close()
+    return 130 if interrupt.pressed() else 0

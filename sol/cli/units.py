@@ -10,4 +10,6 @@ def size(count: int) -> str:
     """Bytes: "93.8 MiB"."""
     if count >= GIB:
         return f"{count / GIB:.2f} GiB"
-    return f"{count / MIB:.1f} MiB" if count >= MIB else f"{count / 1024:.1f} KiB"
+    if count >= MIB:
+        return f"{count / MIB:.1f} MiB"
+    return f"{count / 1024:.1f} KiB" if count >= 1024 else f"{count} B"
