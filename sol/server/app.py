@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -32,8 +32,6 @@ from sol.server.routes import create_app
 from sol.server.state import ServedModel, ServerState
 from sol.text.chat_template import ChatTemplate, load_chat_template
 from sol.text.tokenizer import Tokenizer
-
-ResultT = TypeVar("ResultT")
 
 _BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 75
@@ -96,7 +94,7 @@ async def _serve(
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    loading = _in_thread(lambda: _load(config))
+    loading = _start_loading(config)
     stopping = asyncio.create_task(state.stopping.wait())
     engine: AsyncEngine | None = None
     try:
@@ -111,7 +109,6 @@ async def _serve(
                     seconds = time.monotonic() - started
                     on_ready(ServerReady(url=url, model_names=config.model_names, info=engine.info, seconds=seconds))
                 await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-            # A model that still loads does so in a daemon thread: its engine's process ends with this one.
             state.stopping.set()
             server.should_exit = True
             await serving
@@ -120,6 +117,7 @@ async def _serve(
         state.stopping.set()
         server.should_exit = True
         stopping.cancel()
+        loading.cancel()
         await asyncio.gather(serving, stopping, return_exceptions=True)
         if engine is not None:
             await asyncio.to_thread(engine.close)
@@ -187,27 +185,32 @@ def _load(config: ServerConfig) -> _Loaded:
     )
 
 
-def _in_thread(work: Callable[[], ResultT]) -> asyncio.Future[ResultT]:
-    """Run `work` in a daemon thread: nothing waits for it when the process ends."""
+def _start_loading(config: ServerConfig) -> asyncio.Future[_Loaded]:
+    """Load in a daemon thread, which nothing waits for when the process ends. Cancel the future to leave it: then the
+    engine is closed as soon as it is there."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[ResultT] = loop.create_future()
+    future: asyncio.Future[_Loaded] = loop.create_future()
 
-    def settle(result: ResultT | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    def settle(loaded: _Loaded | None, error: BaseException | None) -> None:
+        if not future.done():
+            if loaded is not None:
+                future.set_result(loaded)
+            elif error is not None:
+                future.set_exception(error)
+        elif loaded is not None:
+            loaded.client.close()
 
     def run() -> None:
-        result, error = None, None
+        loaded, error = None, None
         try:
-            result = work()
+            loaded = _load(config)
         except BaseException as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended meanwhile
-            loop.call_soon_threadsafe(settle, result, error)
+        try:
+            loop.call_soon_threadsafe(settle, loaded, error)
+        except RuntimeError:  # the loop is closed: the server has ended meanwhile
+            if loaded is not None:
+                loaded.client.close()
 
     threading.Thread(target=run, name="model-loading", daemon=True).start()
     return future

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from sol.engine.types import EngineStats
 from sol.server import metrics
 from sol.server.errors import error_response
 from sol.server.state import ServerState
@@ -32,4 +33,6 @@ async def version(_request: Request) -> Response:
 async def scrape(request: Request) -> Response:
     state: ServerState = request.app.state.sol
     state.metrics.set_alive(state.is_loaded and state.why_not_alive() is None)
+    if state.is_dead:
+        state.metrics.observe_stats(EngineStats())  # nothing runs, waits or holds blocks any more
     return Response(state.metrics.render(), media_type=metrics.CONTENT_TYPE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 from sol.errors import ContextLengthError, RequestError
@@ -10,8 +11,11 @@ from sol.sampling_params import SamplingParams
 from sol.server.state import ServedModel
 from sol.text.messages import flatten_messages
 
-_LONG_TEXT = 4096
+_LONG_TEXT = 2048
 """Characters above which tokenization leaves the event loop."""
+
+_MANY_MESSAGES = 64
+"""Messages above which the template does."""
 
 _RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token")
 
@@ -45,8 +49,13 @@ async def render_chat(
     for name in _RESERVED_TEMPLATE_NAMES:
         if name in kwargs:
             raise RequestError(f"chat_template_kwargs must not contain {name}", param="chat_template_kwargs")
-    flat = flatten_messages(messages)
-    return model.chat_template.render(flat, add_generation_prompt=add_generation_prompt, **kwargs)
+    render = functools.partial(
+        model.chat_template.render,
+        flatten_messages(messages),
+        add_generation_prompt=add_generation_prompt,
+        **kwargs,
+    )
+    return render() if len(messages) <= _MANY_MESSAGES else await asyncio.to_thread(render)
 
 
 def check_length(model: ServedModel, num_prompt_tokens: int, params: SamplingParams, *, param: str) -> None:

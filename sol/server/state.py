@@ -50,6 +50,10 @@ class ServerState:
         return self._served is not None
 
     @property
+    def is_dead(self) -> bool:
+        return self._served is not None and self._served.engine.dead is not None
+
+    @property
     def model(self) -> ServedModel:
         """The loaded model, for a route that needs it. Raises the error that says why there is none to work with."""
         reason = self.why_not_ready()
@@ -70,8 +74,9 @@ class ServerState:
         """None unless a restart is what would help."""
         if self._served is None:
             return None
-        if self._served.engine.dead is not None:
-            return self._served.engine.dead
+        dead = self._served.engine.dead
+        if dead is not None:
+            return EngineDeadError(dead.message)  # its own: a raised exception collects the raiser's traceback
         stalled = self._served.engine.stalled_for()
         if stalled > self.config.stall_timeout:
             return EngineDeadError(

@@ -18,7 +18,7 @@ def server(smollm2: ModelFiles) -> Iterator[Server]:
         assert server.stop() == 0
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with server.client() as client:
         yield client

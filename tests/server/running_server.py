@@ -41,8 +41,8 @@ sys.exit(code)
 
 ENGINE: dict[str, Any] = {
     "model": DEFAULT_MODEL,
-    "max_model_len": 1024,
-    "kv_cache_memory_bytes": 512 * 2**20,
+    "max_model_len": 512,
+    "kv_cache_memory_bytes": 384 * 2**20,
 }
 KEY = "secret-1"
 OTHER_KEY = "secret-2"

@@ -77,7 +77,7 @@ def test_a_stream_without_usage_has_none(server: Server) -> None:
 def test_a_seed_decides(client: openai.OpenAI) -> None:
     def say(**options: Any) -> list[str | None]:
         answer = client.chat.completions.create(
-            model="smollm2", messages=MESSAGES, temperature=1.5, max_tokens=8, **options
+            model="smollm2", messages=MESSAGES, temperature=1.5, max_tokens=4, **options
         )
         return [choice.message.content for choice in answer.choices]
 
@@ -86,11 +86,12 @@ def test_a_seed_decides(client: openai.OpenAI) -> None:
     assert say(seed=7, n=3) == three
     assert say(seed=7) == three[:1]
     assert say(seed=8) != three[:1]
+    assert say(seed=-7) != three[:1]
     assert say() != say()
 
 
 def test_choices_stream_side_by_side(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {**GREEDY, "temperature": 1.0, "seed": 3, "n": 3, "max_tokens": 6}
+    options: dict[str, Any] = {**GREEDY, "temperature": 1.0, "seed": 3, "n": 3, "max_tokens": 4}
     whole = client.chat.completions.create(**options)
     texts = ["", "", ""]
     finished: list[int] = []
@@ -108,7 +109,7 @@ def test_choices_stream_side_by_side(client: openai.OpenAI) -> None:
     assert sorted(finished) == [0, 1, 2]
     assert order != sorted(order)
     assert whole.usage is not None
-    assert whole.usage.completion_tokens == 18
+    assert whole.usage.completion_tokens == 12
 
 
 def test_logprobs(client: openai.OpenAI) -> None:
@@ -196,10 +197,10 @@ def test_stop_tokens_and_end_tokens(client: openai.OpenAI, smollm2: ModelFiles) 
     assert (ended.choices[0].message.content, ended.choices[0].finish_reason) == ("", "stop")
     assert ended.usage is not None
     assert ended.usage.completion_tokens == 1
-    longer = client.chat.completions.create(**GREEDY, max_tokens=8, **say_it, extra_body={"min_tokens": 4})
+    longer = client.chat.completions.create(**GREEDY, max_tokens=8, **say_it, extra_body={"min_tokens": 2})
     assert longer.usage is not None
-    assert longer.usage.completion_tokens == 5
-    ignored = client.chat.completions.create(**GREEDY, max_tokens=8, **say_it, extra_body={"ignore_eos": True})
+    assert longer.usage.completion_tokens == 3
+    ignored = client.chat.completions.create(**GREEDY, max_tokens=3, **say_it, extra_body={"ignore_eos": True})
     assert ignored.choices[0].finish_reason == "length"
     shown = client.chat.completions.create(
         **GREEDY, max_tokens=2, **say_it, extra_body={"ignore_eos": True, "skip_special_tokens": False}
@@ -240,18 +241,3 @@ def test_equal_beginnings_are_found_in_the_cache(client: openai.OpenAI) -> None:
     assert cached[0] is not None
     assert cached[1] is not None
     assert cached[1] > max(64, cached[0])
-
-
-def test_whole_characters_only(client: openai.OpenAI, server: Server) -> None:
-    options: dict[str, Any] = {
-        "model": "smollm2",
-        "messages": [{"role": "user", "content": "Repeat exactly: 🎉😀🎉😀🎉😀🎉😀 漢字仮名交じり文"}],
-        "temperature": 0,
-        "max_tokens": 24,
-    }
-    whole = client.chat.completions.create(**options)
-    with client.chat.completions.create(**options, stream=True) as stream:
-        pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
-    assert "".join(pieces) == whole.choices[0].message.content
-    assert any(ord(character) > 0x2000 for character in "".join(pieces))
-    assert all("\ufffd" not in piece for piece in pieces[:-2])

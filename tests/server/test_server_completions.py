@@ -52,7 +52,7 @@ def test_all_forms_of_a_prompt_mean_the_same(client: openai.OpenAI, tokenizer: T
 
 
 def test_the_index_is_prompt_times_n_plus_choice(client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"model": "smollm2", "prompt": ["One", "Two"], "n": 2, "seed": 5, "max_tokens": 4}
+    options: dict[str, Any] = {"model": "smollm2", "prompt": ["One", "Two"], "n": 2, "seed": 5, "max_tokens": 3}
     whole = client.completions.create(**options)
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
     alone = client.completions.create(**{**options, "prompt": "Two"})
@@ -115,6 +115,16 @@ def test_the_sampled_token_is_among_the_alternatives(client: openai.OpenAI) -> N
     assert any(len(top) == 2 for top in tops)
 
 
+def test_whole_characters_only(client: openai.OpenAI) -> None:
+    # Each of these characters is several tokens. After eight the model is in the middle of the third.
+    options: dict[str, Any] = {**GREEDY, "prompt": "🎉😀🎉😀🎉😀🎉😀🎉😀", "max_tokens": 8}
+    whole = client.completions.create(**options).choices[0].text
+    with client.completions.create(**options, stream=True) as stream:
+        pieces = [chunk.choices[0].text for chunk in stream]
+    assert whole == "🎉😀\ufffd"
+    assert pieces == ["🎉", "😀", "\ufffd"]
+
+
 def test_a_prompt_that_ends_in_the_middle_of_a_character(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("漢字 🎉")
     cut = next(i for i in range(len(token_ids), 0, -1) if tokenizer.decode(token_ids[:i]).endswith("\ufffd"))
@@ -150,6 +160,9 @@ def test_tokenize_and_detokenize(server: Server, tokenizer: Tokenizer) -> None:
 def test_tokenize_a_chat(server: Server, tokenizer: Tokenizer, smollm2: ModelFiles) -> None:
     template = load_chat_template(smollm2)
     assert template is not None
+    many = [{"role": role, "content": "Hi"} for role in ("user", "assistant")] * 40
+    answer = server.post("/tokenize", messages=many).json()
+    assert answer["tokens"] == tokenizer.encode(template.render(many), add_special_tokens=False)
     messages = [{"role": "user", "content": "Hi"}]
     for add in (True, False):
         answer = server.post("/tokenize", messages=messages, add_generation_prompt=add).json()

@@ -24,7 +24,7 @@ from sol.server.config import ServerConfig
 LONG: dict[str, Any] = {
     "model": "smollm2",
     "messages": [{"role": "user", "content": "Tell me a very long story."}],
-    "max_tokens": 900,
+    "max_tokens": 400,
     "stream": True,
     "extra_body": {"ignore_eos": True},
 }
@@ -73,6 +73,7 @@ def test_an_engine_that_is_killed_in_mid_stream(smollm2: ModelFiles) -> None:
         assert server.http.get("/version").status_code == 200
         metrics = server.metrics()
         assert metrics["sol:engine_alive"] == 0
+        assert metrics["vllm:num_requests_running"] == 0
         assert metrics["vllm:request_success_total error"] == 1
         with pytest.raises(openai.InternalServerError) as refused:
             client.chat.completions.create(**{**LONG, "stream": False})
