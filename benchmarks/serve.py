@@ -3,6 +3,10 @@
 Every prompt is first answered alone, greedily. Then rounds of 64 streams at once, each text compared with the one
 made alone. Batched arithmetic adds in another order, so where the two likeliest tokens are within TIE of each other
 (in log probability) the other one may be chosen: such a text is counted as a tie, any other difference as wrong.
+
+Resident memory is that of server and engine together. The KV cache is given a size that the first rounds fill: it is
+planned memory that is committed as it is used, and what must not grow is everything else.
+
 Last, a second server is started beside the first, and both answer.
 
     python benchmarks/serve.py [--quick] [--json FILE]
@@ -27,6 +31,8 @@ from sol.config import DEFAULT_MODEL
 
 STREAMS = 64
 TIE = 1e-3
+KV_CACHE_BYTES = 384 * 2**20
+"""About 8,700 tokens: what 64 streams need, and half as much again."""
 
 SUBJECTS = (
     "a river in spring", "the first computer", "bread", "a lighthouse keeper", "the moon", "a quiet library",
@@ -102,7 +108,8 @@ def resident_bytes(process: psutil.Process) -> int:
 
 
 def start(port: int, log: IO[bytes]) -> Any:
-    command = [sys.executable, "-m", "sol", "serve", DEFAULT_MODEL, "--port", str(port)]
+    options = ["--port", str(port), "--max-model-len", "2048", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
+    command = [sys.executable, "-m", "sol", "serve", DEFAULT_MODEL, *options]
     return server(command, log, cwd=ROOT, env=dict(os.environ))
 
 
