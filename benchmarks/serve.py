@@ -60,9 +60,9 @@ class Alone:
         differs = next((i for i, (a, b) in enumerate(zip(self.text, text, strict=False)) if a != b), None)
         if differs is None:
             differs = min(len(self.text), len(text))
-        # A token's text may be held back (half a character), so look at every token that begins at or before there.
-        near = [m for offset, m in zip(self.offsets, self.margins, strict=True) if offset <= differs]
-        return "tie" if near and min(near[-4:]) < TIE else "wrong"
+        # The other token may begin with the whole text of this one: then they differ only in the text after it.
+        near = [m for offset, m in zip(self.offsets, self.margins, strict=True) if offset <= differs][-2:]
+        return "tie" if near and min(near) < TIE else "wrong"
 
 
 def completion(prompt: str, tokens: int) -> dict[str, Any]:

@@ -69,6 +69,7 @@ def test_both_readmes_show_the_same_commands_and_numbers() -> None:
         return [line.partition("  #")[0].rstrip() for line in lines]
 
     assert code(english) == code(chinese)
+    assert len(code(english)) >= 4
     assert re.findall(r"\d+(?:\.\d+)?", "".join(english.split("## ")[4:5])) == re.findall(
         r"\d+(?:\.\d+)?", "".join(chinese.split("## ")[4:5])
     )
@@ -78,10 +79,9 @@ def test_no_tracked_file_names_a_developers_machine() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
-    # Written in parts, so that this file does not find itself.
-    forbidden = re.compile(
-        "|".join(["/wor" + "k/", "/tmp" + "/w/", "/ho" + "me/[a-z]", "/Us" + "ers/[a-z]", "/ro" + "ot/"])
-    )
+    # Written backwards, so that this file does not find itself.
+    words = ("/krow/", "/w/pmt/", "/toor/", "gro.ipyp", "detsohnohtyp", "gro.naibed.bed", "sjmpn.yrtsiger")
+    forbidden = re.compile("|".join(re.escape(word[::-1]) for word in words))
     found = []
     for name in listed.stdout.split("\0"):
         path = ROOT / name

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sol.server.app import ServerReady
     from sol.server.config import ServerConfig
 
-_PROMPT = "Name three colours."
+_PROMPT = "What is the capital of France?"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
 
 
 def _body(model: str) -> dict[str, object]:
-    return {"model": model, "messages": [{"role": "user", "content": _PROMPT}], "max_tokens": 48}
+    return {"model": model, "messages": [{"role": "user", "content": _PROMPT}], "temperature": 0}
 
 
 def curl_line(url: str, model: str, api_key: str | None) -> str:

