@@ -1,7 +1,6 @@
 """The one place that joins engine and runner: what the engine's process and `sol.LLM` start from.
 
-`plan` says what an engine would be without loading weights; `build_core` makes it. Run as a program, this module is
-the engine's process.
+`plan` says what an engine would be without loading weights; `build_core` makes it.
 """
 
 from __future__ import annotations
@@ -151,9 +150,3 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
 def _default_seqs(config: EngineConfig, on_cpu: bool) -> int:
     usual = 128 if on_cpu else 256
     return usual if config.max_num_batched_tokens is None else min(usual, config.max_num_batched_tokens)
-
-
-if __name__ == "__main__":
-    from sol.engine.process import run_engine
-
-    run_engine(build_core)

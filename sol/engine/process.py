@@ -32,7 +32,7 @@ from sol.engine.core import EngineCore
 from sol.engine.types import EngineInfo, EngineOutput, EngineRequest
 from sol.errors import ConfigError, EngineDeadError, SolError
 
-ENGINE_COMMAND = (sys.executable, "-m", "sol.assemble")
+ENGINE_COMMAND = (sys.executable, "-m", "sol.engine_process")
 
 _RETRY_MS = 10
 ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}

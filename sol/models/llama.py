@@ -15,7 +15,10 @@ def build(config: ModelConfig, weights: WeightLoader, max_positions: int) -> Pro
     kv_rows = config.num_key_value_heads * head_dim
     eps = config.rms_norm_eps
     rope = build_rope(config, max_positions, weights.device)
-    embedding = weights.tensor("model.embed_tokens.weight", (config.vocab_size, hidden))
+    if config.tie_word_embeddings:
+        embedding = weights.matrix("model.embed_tokens.weight", config.vocab_size, hidden)
+    else:
+        embedding = weights.tensor("model.embed_tokens.weight", (config.vocab_size, hidden))
     body: list[Op] = []
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"

@@ -32,6 +32,13 @@ class WeightLoader:
         self._fill(name, out)
         return out
 
+    def matrix(self, name: str, rows: int, in_features: int) -> torch.Tensor:
+        """One [rows, in_features] in memory of its own, stored the way that products with it are fastest."""
+        self._check(name, (rows, in_features))
+        out = self._empty_matrix(rows, in_features)
+        self._fill(name, out)
+        return out
+
     def norm(self, name: str, size: int, eps: float) -> Norm:
         return Norm(weight=self.tensor(f"{name}.weight", (size,)), eps=eps)
 
@@ -42,7 +49,7 @@ class WeightLoader:
             if bias:
                 self._check(f"{name}.bias", (count,))
         rows = sum(count for _, count in parts)
-        weight = torch.empty((rows, in_features), dtype=self._dtype, device=self.device)
+        weight = self._empty_matrix(rows, in_features)
         bias_out = torch.empty(rows, dtype=self._dtype, device=self.device) if bias else None
         start = 0
         for name, count in parts:
@@ -67,6 +74,13 @@ class WeightLoader:
     def left_over(self) -> list[str]:
         """Names of the tensors that nobody took, sorted."""
         return sorted(self._names - self._taken)
+
+    def _empty_matrix(self, rows: int, in_features: int) -> torch.Tensor:
+        # On a CPU torch's product with one vector uses a single thread along rows, all of them along columns:
+        # a matrix with more rows than columns is streamed almost twice as fast if its columns are contiguous.
+        if torch.device(self.device).type == "cpu" and rows > in_features:
+            return torch.empty((in_features, rows), dtype=self._dtype).t()
+        return torch.empty((rows, in_features), dtype=self._dtype, device=self.device)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         # Before anything is allocated: a configuration that lies may ask for any size.

@@ -62,7 +62,7 @@ class ReferenceOps:
         )
 
     def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        return embedding[token_ids]
+        return functional.embedding(token_ids, embedding)
 
     def attention_input(self, residual: torch.Tensor, op: AttentionInput, plan: ReferencePlan) -> torch.Tensor:
         heads, kv_heads = plan.num_heads, plan.num_kv_heads

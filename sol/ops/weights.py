@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """`weight` [rows, in_features] in the model's own floating-point type."""
+    """`weight` [rows, in_features] in the model's own floating-point type; either side may be the contiguous one."""
 
     weight: torch.Tensor
 

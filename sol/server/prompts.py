@@ -29,8 +29,11 @@ async def encode(model: ServedModel, text: str, *, add_special_tokens: bool, par
             param=param,
         )
     if len(text) <= _LONG_TEXT:
-        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        token_ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    else:
+        token_ids = await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    check_token_ids(model, token_ids, param=param)  # some tokenizers know more tokens than their model
+    return token_ids
 
 
 async def render_chat(

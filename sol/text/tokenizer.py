@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import tokenizers
 
@@ -14,6 +14,9 @@ from sol.models.source import ModelFiles
 from sol.text.gguf_tokenizer import build_gguf_tokenizer
 from sol.text.special_tokens import named_special_tokens
 from sol.text.token_bytes import TokenBytes
+
+_LONG_TEXT: Final = 1024
+"""Characters. Encoding more takes long enough to matter to other threads."""
 
 
 class Tokenizer:
@@ -97,7 +100,11 @@ class Tokenizer:
                 "send whole characters",
                 param="prompt",
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG_TEXT:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:  # the call for batches releases the interpreter's lock, so that a server's other threads go on
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -183,3 +183,9 @@ def test_an_unsupported_decoder_is_refused(tmp_path: Path) -> None:
 def test_no_tokenizer_at_all(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json; with transformers"):
         Tokenizer.from_files(files_in(tmp_path))
+
+
+def test_a_long_text_has_the_ids_of_its_parts(byte_level: Tokenizer) -> None:
+    # Long texts take another way through `tokenizers`. A line break followed by a letter ends a word.
+    part = "Sol answers 42 questions: 你好, naïve café… 🙂\n"
+    assert byte_level.encode(part * 200) == byte_level.encode(part) * 200
