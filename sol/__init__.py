@@ -1,5 +1,7 @@
 """Sol: large language models, faster and cheaper on the hardware you have.
 
+For instance:
+
     from sol import LLM, SamplingParams
     print(LLM().generate("The capital of France is", SamplingParams(max_tokens=8))[0].outputs[0].text)
 """

@@ -40,12 +40,14 @@ class EngineConfig:
         None, "most tokens in one step; default: 512 on a CPU, 8192 on a GPU (at least max_num_seqs)"
     )
     max_num_prefill_tokens: int | None = _option(
-        None, "most prompt tokens in a step that also decodes, so that a long prompt slows running streams by a "
-        "bounded amount; default: 128 on a CPU, 2048 on a GPU"
+        None,
+        "most prompt tokens in a step that also decodes, so that a long prompt slows running streams by a "
+        "bounded amount; default: 128 on a CPU, 2048 on a GPU",
     )
     gpu_memory_utilization: float | None = _option(
-        None, "share of the device's memory (on a CPU: of the machine's or the cgroup's) that weights, workspace and "
-        "KV cache may take; default: 0.9 on a GPU, 0.4 on a CPU"
+        None,
+        "share of the device's memory (on a CPU: of the machine's or the cgroup's) that weights, workspace and "
+        "KV cache may take; default: 0.9 on a GPU, 0.4 on a CPU",
     )
     kv_cache_memory_bytes: int | None = _option(
         None, "size of the KV cache in bytes, instead of what gpu_memory_utilization leaves"
@@ -60,9 +62,7 @@ class EngineConfig:
             value = getattr(self, item.name)
             choices = literal_choices(hints[item.name])
             if choices and value not in choices:
-                raise ConfigError(
-                    f"{item.name} must be one of {', '.join(choices)}, not {value!r}", param=item.name
-                )
+                raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, not {value!r}", param=item.name)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_prefill_tokens",
                      "kv_cache_memory_bytes", "block_size"):  # fmt: skip
             value = getattr(self, name)

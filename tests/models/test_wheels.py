@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import subprocess
 import threading
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -125,19 +127,19 @@ def test_another_content_is_refused(
     assert sorted(path.name for path in stored(tmp_path).iterdir()) == ["lock", tiny_wheel.wheel]
 
 
-def test_two_at_once(
-    tmp_path: Path, tiny_wheel: wheels.WheelModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_at_once(tmp_path: Path, tiny_wheel: wheels.WheelModel, monkeypatch: pytest.MonkeyPatch) -> None:
     no_pip(monkeypatch)  # so the second could not fetch it
+    seen = io.StringIO()  # capsys loses what a thread writes while it is being read
+    monkeypatch.setattr("sys.stderr", seen)
     stored(tmp_path).mkdir(parents=True)
     found: list[ModelFiles] = []
     thread = threading.Thread(target=lambda: found.append(resolve("pypi:tiny-model")))
     with (stored(tmp_path) / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         thread.start()
-        seen = ""
-        while "Waiting for another process" not in seen:
-            seen += capsys.readouterr().err
+        while "Waiting for another process" not in seen.getvalue():
+            assert thread.is_alive()
+            time.sleep(0.01)
         assert not found
         with zipfile.ZipFile(tmp_path / "index" / tiny_wheel.wheel) as archive:
             (stored(tmp_path) / "tiny.gguf").write_bytes(archive.read(tiny_wheel.member))
