@@ -107,6 +107,11 @@ def resident_bytes(process: psutil.Process) -> int:
     return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)])
 
 
+def cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
 def start(port: int, log: IO[bytes]) -> Any:
     options = ["--port", str(port), "--max-model-len", "2048", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
     command = [sys.executable, "-m", "sol", "serve", DEFAULT_MODEL, *options]
@@ -134,7 +139,7 @@ def main() -> int:
         alone = [answer_alone(port, prompt, tokens) for prompt in prompts]
         expected = [alone[i % different] for i in range(STREAMS)]
         for number in range(1, rounds + 1):
-            begin = time.perf_counter()
+            begin, server_cpu = time.perf_counter(), cpu_seconds(tree)
             answers = asyncio.run(run_round(port, [a.prompt for a in expected], tokens))
             seconds = time.perf_counter() - begin
             verdicts = [a.compare(text) for a, (text, _) in zip(expected, answers, strict=True)]
@@ -146,7 +151,8 @@ def main() -> int:
             report.row(
                 round=number, streams=STREAMS, tokens=tokens, finished=finished, same=verdicts.count("same"),
                 tie=verdicts.count("tie"), wrong=verdicts.count("wrong"), seconds=round(seconds, 2),
-                tokens_per_s=round(STREAMS * tokens / seconds, 1), resident_mib=round(resident[-1] / 2**20, 1),
+                tokens_per_s=round(STREAMS * tokens / seconds, 1),
+                server_cpu_s=round(cpu_seconds(tree) - server_cpu, 2), resident_mib=round(resident[-1] / 2**20, 1),
             )  # fmt: skip
         with start(second_port, second_log) as second:
             wait_until_ready(second, second_port, second_log, 300)
