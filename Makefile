@@ -37,10 +37,10 @@ serve: $(SERVE_STAMP) ## install, fetch MODEL (default: SmolLM2-135M-Instruct) a
 	@exec $(BIN)/sol serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(TEST_STAMP) ## run the tests with coverage, without the ones marked slow
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not slow" --cov --cov-report=term --durations=10 $(ARGS)
+	GOMP_SPINCOUNT=4000 $(BIN)/python -m pytest -m "not slow" --cov --cov-report=term --durations=10 $(ARGS)
 
 test-all: $(TEST_STAMP) ## run every test with coverage
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --cov --cov-report=term --durations=10 $(ARGS)
+	GOMP_SPINCOUNT=4000 $(BIN)/python -m pytest --cov --cov-report=term --durations=10 $(ARGS)
 
 lint: $(DEV_STAMP) ## style, formatting, types and import rules
 	$(BIN)/ruff check .

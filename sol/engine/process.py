@@ -35,9 +35,10 @@ from sol.errors import ConfigError, EngineDeadError, SolError
 ENGINE_COMMAND = (sys.executable, "-m", "sol.engine_process")
 
 _RETRY_MS = 10
-ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
-"""Unless the user has set it: OpenMP's threads sleep when they wait. Spinning, they take the cores from the HTTP
-process and from other servers, and from each other: with the machine under load, decoding was five times slower."""
+ENGINE_ENVIRONMENT = {"GOMP_SPINCOUNT": "4000"}
+"""Unless the user has set it: OpenMP's threads spin for some 60 µs when they wait, which covers the gaps within a step,
+and then sleep. By default they spin for milliseconds and take the cores from the HTTP process, from other servers and
+from each other: beside one busy process on two cores, decoding was seven times slower (docs/kernels.md)."""
 
 _LAST_WORDS_MS = 200
 """How long what a dead child sent may still be on its way through the socket."""

@@ -15,6 +15,8 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MIX_1: Final = 0xBF58476D1CE4E5B9
 _MIX_2: Final = 0x94D049BB133111EB
 _MASK: Final = 0xFFFFFFFFFFFFFFFF
+_CHUNK: Final = 16384
+"""Token ids at a time on a CPU: in its caches, and below where torch wakes threads for each of a dozen short passes."""
 
 
 def stream_key(seed: int, choice_index: int, position: int) -> int:
@@ -30,6 +32,8 @@ def gumbel(key: int, token_ids: torch.Tensor) -> torch.Tensor:
     argmax(logits + gumbel) is then a sample of softmax(logits). It is computed as -log(E), E exponential, from 53
     bits: E's relative precision near 0, which decides the winners, is that of float32.
     """
+    if token_ids.device.type == "cpu" and token_ids.numel() > _CHUNK:
+        return torch.cat([gumbel(key, chunk) for chunk in token_ids.flatten().split(_CHUNK)]).view(token_ids.shape)
     bits = _bits(key, token_ids)
     bits >>= 11
     bits &= (1 << 53) - 1
@@ -39,10 +43,11 @@ def gumbel(key: int, token_ids: torch.Tensor) -> torch.Tensor:
 
 def _bits(key: int, token_ids: torch.Tensor) -> torch.Tensor:
     """The numbers at places `token_ids` of SplitMix64's sequence from the state `key` on, as int64."""
-    bits = (token_ids + 1) * _signed(_GOLDEN)
-    bits += _signed(key)
+    bits = (token_ids + 1).mul_(_signed(_GOLDEN)).add_(_signed(key))
+    shifted = torch.empty_like(bits)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, None)):
-        bits ^= (bits >> shift) & ((1 << (64 - shift)) - 1)  # the mask makes the shift a logical one
+        torch.bitwise_right_shift(bits, shift, out=shifted)
+        bits ^= shifted.bitwise_and_((1 << (64 - shift)) - 1)  # the mask makes the shift a logical one
         if factor is not None:
             bits *= _signed(factor)
     return bits
