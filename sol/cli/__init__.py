@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from sol import openmp
 from sol.cli import chat, doctor, generate, pull, serve
 from sol.errors import SolError
 from sol.version import __version__
@@ -55,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not hasattr(args, "run"):
         parser.print_help()
         return 2
-    # Read by OpenMP when torch is imported. Its threads spin by default while they wait for each other, and on a
-    # machine that does anything else wait for threads that do not run: decoding was five times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    openmp.settle()
     try:
         code: int = args.run(args)
         sys.stdout.flush()

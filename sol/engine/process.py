@@ -26,6 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import zmq
 
+from sol import openmp
 from sol.config import EngineConfig
 from sol.engine import wire
 from sol.engine.core import EngineCore
@@ -35,11 +36,6 @@ from sol.errors import ConfigError, EngineDeadError, SolError
 ENGINE_COMMAND = (sys.executable, "-m", "sol.engine_process")
 
 _RETRY_MS = 10
-ENGINE_ENVIRONMENT = {"GOMP_SPINCOUNT": "4000"}
-"""Unless the user has set it: OpenMP's threads spin for some 60 µs when they wait, which covers the gaps within a step,
-and then sleep. By default they spin for milliseconds and take the cores from the HTTP process, from other servers and
-from each other: beside one busy process on two cores, decoding was seven times slower (docs/kernels.md)."""
-
 _LAST_WORDS_MS = 200
 """How long what a dead child sent may still be on its way through the socket."""
 _ASK_SECONDS = 3.0
@@ -125,7 +121,7 @@ class ProcessClient:
         try:
             # Whatever the child or a library prints goes to stderr: stdout belongs to the parent's output.
             self._process = subprocess.Popen(  # noqa: S603
-                command, stdin=subprocess.PIPE, stdout=_STDERR, env=ENGINE_ENVIRONMENT | os.environ
+                command, stdin=subprocess.PIPE, stdout=_STDERR, env=openmp.ENVIRONMENT | os.environ
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

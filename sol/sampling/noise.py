@@ -33,7 +33,8 @@ def gumbel(key: int, token_ids: torch.Tensor) -> torch.Tensor:
     bits: E's relative precision near 0, which decides the winners, is that of float32.
     """
     if token_ids.device.type == "cpu" and token_ids.numel() > _CHUNK:
-        return torch.cat([gumbel(key, chunk) for chunk in token_ids.flatten().split(_CHUNK)]).view(token_ids.shape)
+        chunks = torch.split(token_ids.flatten(), _CHUNK)
+        return torch.cat([gumbel(key, chunk) for chunk in chunks]).view(token_ids.shape)
     bits = _bits(key, token_ids)
     bits >>= 11
     bits &= (1 << 53) - 1
