@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sol import openmp
 from sol.sampling_params import SamplingParams
 from sol.version import __version__
 
@@ -22,6 +23,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 def __getattr__(name: str) -> Any:
     # The HTTP process imports `sol` and must not pay for torch; `sol.LLM` does.
     if name == "LLM":
+        openmp.settle()
         from sol.llm import LLM
 
         return LLM
