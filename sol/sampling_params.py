@@ -61,7 +61,7 @@ class SamplingParams:
         self._require("n", 1 <= self.n <= MAX_CHOICES, f"from 1 to {MAX_CHOICES}")
         self._require("temperature", 0.0 <= self.temperature <= 100.0, "0 (greedy) to 100")
         self._require("top_p", 0.0 < self.top_p <= 1.0, "greater than 0 and at most 1")
-        self._require("top_k", self.top_k >= 0, "0 or -1 (off) or at least 1")
+        self._require("top_k", 0 <= self.top_k < 2**63, "0 or -1 (off), or 1 to 2**63 - 1")
         self._require("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1")
         self._require("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2")
         self._require("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2")

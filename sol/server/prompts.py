@@ -17,7 +17,9 @@ _LONG_TEXT = 2048
 _MANY_MESSAGES = 64
 """Messages above which the template does."""
 
-_RESERVED_TEMPLATE_NAMES = ("messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token")
+_RESERVED_TEMPLATE_NAMES = (
+    "messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token", "self",
+)  # fmt: skip
 
 
 async def encode(model: ServedModel, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
