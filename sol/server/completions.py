@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -12,7 +13,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from sol.sampling_params import SamplingParams
-from sol.server.generation import Choice, ChoiceOutput, Usage, generate, generate_whole, make_choices
+from sol.server.generation import (
+    Choice,
+    ChoiceOutput,
+    Usage,
+    check_num_choices,
+    generate,
+    generate_whole,
+    make_choices,
+)
 from sol.server.logprobs import completion_logprobs
 from sol.server.params import completion_params
 from sol.server.parsing import parse_body
@@ -30,6 +39,7 @@ async def completions(request: Request) -> Response:
     name = state.check_model_name(body.model)
     params = completion_params(body)
     params.check_vocabulary(model.info.vocab_size)
+    check_num_choices(len(body.prompt), params)
     prompts = await _encode_prompts(model, body, params)
     choices = make_choices(state, model, prompts, params)
     echoed = _echo(model, body, prompts) if body.echo else [""] * len(prompts)
@@ -43,6 +53,7 @@ async def completions(request: Request) -> Response:
 async def _encode_prompts(model: ServedModel, body: CompletionBody, params: SamplingParams) -> list[list[int]]:
     prompts = []
     for i, prompt in enumerate(body.prompt):
+        await asyncio.sleep(0)  # many short texts are together as long as one that leaves the event loop
         param = "prompt" if len(body.prompt) == 1 else f"prompt[{i}]"
         if isinstance(prompt, str):
             add_special_tokens = body.add_special_tokens is not False

@@ -18,6 +18,7 @@ from sol.sampling_params import SamplingParams
 from sol.server.metrics import Metrics, Timeline
 from sol.server.state import ServedModel, ServerState, shutting_down
 from sol.text.detokenizer import Detokenizer
+from sol.text.stop_strings import StopStrings
 
 MAX_CHOICES = 1024
 """Of one request, all its prompts together."""
@@ -83,6 +84,16 @@ class Usage:
         }
 
 
+def check_num_choices(num_prompts: int, params: SamplingParams) -> None:
+    """Raise `RequestError` for more choices than one request may have: before its prompts are tokenized, which for
+    a body full of them takes seconds."""
+    if num_prompts * params.n > MAX_CHOICES:
+        raise RequestError(
+            f"{num_prompts} prompts with n = {params.n} make more than {MAX_CHOICES} choices; send several requests",
+            param="prompt",
+        )
+
+
 def make_choices(
     state: ServerState, model: ServedModel, prompts: Sequence[list[int]], params: SamplingParams
 ) -> list[Choice]:
@@ -90,12 +101,8 @@ def make_choices(
 
     A request without a seed gets one for each prompt; the same request with a seed gives the same answer.
     """
-    if len(prompts) * params.n > MAX_CHOICES:
-        raise RequestError(
-            f"{len(prompts)} prompts with n = {params.n} make more than {MAX_CHOICES} choices; send several requests",
-            param="prompt",
-        )
     request_id = uuid.uuid4().hex
+    stops = StopStrings(params.stop) if params.stop else None
     choices: list[Choice] = []
     for prompt_index, token_ids in enumerate(prompts):
         seed = state.seeds.next() if params.seed is None else params.seed
@@ -108,7 +115,7 @@ def make_choices(
                 choice_index=choice_index,
                 eos_token_ids=list(model.eos_token_ids),
             )
-            detokenizer = Detokenizer(model.tokenizer, params, token_ids)
+            detokenizer = Detokenizer(model.tokenizer, params, token_ids, stops=stops)
             choices.append(Choice(len(choices), prompt_index, request, detokenizer))
     return choices
 

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+"""Of each stop string: what finds them takes memory for every character."""
 
 
 def _stop(value: Any) -> list[str]:
@@ -22,6 +24,9 @@ def _stop(value: Any) -> list[str]:
         raise ValueError("must be a non-empty string or a list of them")
     if len(strings) > MAX_STOP_STRINGS:
         raise ValueError(f"must be at most {MAX_STOP_STRINGS} strings, not {len(strings)}")
+    longest = max(map(len, strings), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        raise ValueError(f"must be strings of at most {MAX_STOP_CHARACTERS} characters, not {longest}")
     return strings
 
 

@@ -44,14 +44,25 @@ class Detokenizer:
     string that is complete within the first `min_tokens` tokens does not count, as in vLLM.
 
     Work and memory are constant for each token, whatever the lengths of prompt and output.
+
+    `stops` are `params.stop`, built once for all choices of a request; by default they are built here.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        *,
+        stops: StopStrings | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped_ids = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self._stops = StopStrings(params.stop) if params.stop else None
+        if stops is None and params.stop:
+            stops = StopStrings(params.stop)
+        self._stops = None if stops is None else stops.fork()
         self._decoder = _new_decoder("replace")
         self._started, incomplete = self._end_of_prompt(prompt_token_ids)
         self._decoder.decode(incomplete)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 _ROOT: Final = 0
 
@@ -30,6 +31,12 @@ class StopStrings:
             self._insert(stop)
         self._link()
         self._state = _ROOT
+
+    def fork(self) -> Self:
+        """The same strings for another text: the automaton is shared, the place in the text is not."""
+        other = copy.copy(self)
+        other._state = _ROOT
+        return other
 
     @property
     def pending(self) -> int:

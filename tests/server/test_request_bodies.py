@@ -34,6 +34,7 @@ def completion(**fields: Any) -> CompletionBody:
         ({"stop": 5}, "stop", "must be a non-empty string or a list of them"),
         ({"stop": ["a", ""]}, "stop", "non-empty"),
         ({"stop": ["x"] * 17}, "stop", "at most 16 strings, not 17"),
+        ({"stop": ["x", "x" * 1025]}, "stop", "at most 1024 characters, not 1025"),
         ({"stop_token_ids": ["1"]}, "stop_token_ids[0]", "must be an integer"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "token ids as keys, not 'a'"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100 as values, not 101 (token 5)"),

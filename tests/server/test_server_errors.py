@@ -24,14 +24,17 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
         ({"logit_bias": {"1000000": 1}}, "logit_bias"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 1025}, "stop"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"seed": 2**63}, "seed"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"extra_body": {"stop_token_ids": [1000000]}}, "stop_token_ids"),
         ({"extra_body": {"min_p": 2}}, "min_p"),
+        ({"extra_body": {"top_k": 2**64}}, "top_k"),
         ({"extra_body": {"unheard_of": 1}}, "unheard_of"),
         ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "chat_template_kwargs"),
+        ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "chat_template_kwargs"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     ],
@@ -44,6 +47,13 @@ def test_bad_requests(client: openai.OpenAI, options: dict[str, Any], param: str
     assert error.value.type == "invalid_request_error"
     assert param in error.value.message
     assert error.value.request_id
+
+
+def test_too_many_choices_are_refused_before_a_prompt_is_looked_at(client: openai.OpenAI) -> None:
+    for prompt, n in (([""] * 1025, 1), ([""] * 9, 128)):
+        with pytest.raises(openai.BadRequestError, match="more than 1024 choices") as error:
+            client.completions.create(model="smollm2", prompt=prompt, n=n)
+        assert error.value.param == "prompt"
 
 
 def test_a_prompt_that_is_too_long(client: openai.OpenAI) -> None:

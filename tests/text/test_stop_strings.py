@@ -52,3 +52,13 @@ def test_a_string_that_ends_while_not_stopping_does_not_count_but_may_begin_one_
     automaton = StopStrings(["ab", "abc"])
     assert automaton.feed("xab", stopping=False) is None
     assert automaton.feed("c") == ("abc", 1)
+
+
+def test_forks_find_the_same_strings_each_in_its_own_text() -> None:
+    automaton = StopStrings(["abc"])
+    automaton.feed("ab")
+    fork = automaton.fork()
+    assert fork.pending == 0
+    assert fork.feed("c") is None
+    assert automaton.feed("c") == ("abc", 1)
+    assert fork.feed("xabc") == ("abc", 4)
