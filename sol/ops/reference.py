@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch.nn import functional
@@ -10,6 +11,10 @@ from torch.nn import functional
 from sol.ops.batch import KVCache, RaggedBatch
 from sol.ops.program import AttentionInput, MlpInput, PagedAttention, Program
 from sol.ops.weights import Linear, Norm
+
+GATHER_TOKENS: Final = 32768
+"""Of how many tokens one attention call copies keys and values out of the cache, unless one request alone has more.
+Requests that share a prefix copy it once each, so that the size of the cache bounds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +162,10 @@ def _attend(
 
 
 def _attention_groups(batch: RaggedBatch, kv_cache: KVCache) -> list[_AttentionGroup]:
-    """One group for each request with several query tokens, and one for each size class of decoding requests.
+    """One group for each request with several query tokens, and one or more for each size class of decoding requests.
 
     Decoding requests share a call with others of at most twice their length (classes are powers of two in blocks),
-    so padding at most doubles what is read.
+    so padding at most doubles what is read, and with no more of them than `GATHER_TOKENS` allows.
     """
     device = batch.token_ids.device
     block_size = kv_cache.block_size
@@ -188,7 +193,7 @@ def _attention_groups(batch: RaggedBatch, kv_cache: KVCache) -> list[_AttentionG
                 )
             )
         start += query_len
-    for members in decoding.values():
+    for members in _calls(decoding, block_size):
         requests = torch.tensor([request for request, _ in members], device=device)
         lengths = [batch.seq_lens[request] for request, _ in members]
         kv_len = max(lengths)
@@ -211,6 +216,15 @@ def _attention_groups(batch: RaggedBatch, kv_cache: KVCache) -> list[_AttentionG
             )
         )
     return groups
+
+
+def _calls(decoding: dict[int, list[tuple[int, int]]], block_size: int) -> list[list[tuple[int, int]]]:
+    """Size classes, by the logarithm of their most blocks, cut so that a call gathers at most `GATHER_TOKENS`."""
+    calls = []
+    for size_class, members in decoding.items():
+        most = max(1, GATHER_TOKENS // (block_size << size_class))
+        calls += [members[start : start + most] for start in range(0, len(members), most)]
+    return calls
 
 
 def _side_by_side(blocks: torch.Tensor, block_size: int) -> slice | torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from sol.config import EngineConfig
 from sol.errors import OutOfMemoryError
 from sol.models.config import ModelConfig
+from sol.ops.reference import GATHER_TOKENS
 from sol.runner.cgroup import CGroups
 
 GIB: Final = 1 << 30
@@ -83,12 +84,14 @@ def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def workspace_bytes(model: ModelConfig, dtype: torch.dtype, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """What the largest step allocates on its way, from the shapes: activations of one layer, and logits."""
+    """What the largest step allocates on its way, from the shapes: activations and gathered keys and values of one
+    layer, and logits."""
     q_size = model.num_attention_heads * model.head_dim
     kv_size = model.num_key_value_heads * model.head_dim
     activations = 4 * model.hidden_size + 3 * q_size + 4 * kv_size + 4 * model.intermediate_size
     logits = model.vocab_size * (dtype.itemsize + 3 * torch.float32.itemsize)
-    return max_num_batched_tokens * activations * dtype.itemsize + max_num_seqs * logits
+    gathered = GATHER_TOKENS * 2 * kv_size
+    return (max_num_batched_tokens * activations + gathered) * dtype.itemsize + max_num_seqs * logits
 
 
 def plan_memory(
