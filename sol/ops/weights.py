@@ -13,14 +13,6 @@ class Dense:
 
     weight: torch.Tensor
 
-    @property
-    def rows(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -33,15 +25,6 @@ class Linear:
     segments: tuple[Dense, ...]
     bias: torch.Tensor | None = None
     """[rows]"""
-
-    @property
-    def rows(self) -> int:
-        return sum(segment.rows for segment in self.segments)
-
-    @property
-    def nbytes(self) -> int:
-        bias = 0 if self.bias is None else self.bias.nbytes
-        return bias + sum(segment.nbytes for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
