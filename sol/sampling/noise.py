@@ -38,7 +38,8 @@ def gumbel(key: int, token_ids: torch.Tensor) -> torch.Tensor:
     bits = _bits(key, token_ids)
     bits >>= 11
     bits &= (1 << 53) - 1
-    uniform = bits.to(torch.float32).mul_(2.0**-53).clamp_(min=2.0**-54)
+    # The largest round up to 1 in float32, whose noise would be -inf: the likeliest token could lose to any other.
+    uniform = bits.to(torch.float32).mul_(2.0**-53).clamp_(min=2.0**-54, max=1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 

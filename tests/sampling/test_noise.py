@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from sampling_statistics import chi_square_limit
 
@@ -30,6 +31,16 @@ def test_a_token_has_the_same_noise_whichever_others_are_asked_for() -> None:
     some = torch.tensor([49_999, 0, 7, 31_000])
     assert torch.equal(noise.gumbel(key, some), whole[some])
     assert whole.isfinite().all()
+
+
+def test_the_extremes_of_the_bits_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    extremes = torch.tensor([0, -1, 1 << 11, -1 << 11, -(1 << 40)])
+    monkeypatch.setattr(noise, "_bits", lambda key, token_ids: extremes.clone())
+    found = noise.gumbel(0, torch.arange(5))
+    assert found.isfinite().all()
+    assert found[0] == found.max()
+    assert float(found[0]) == pytest.approx(54 * math.log(2))
+    assert float(found.min()) == pytest.approx(-math.log(24 * math.log(2)))
 
 
 def test_every_part_of_the_key_matters() -> None:
