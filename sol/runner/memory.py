@@ -120,6 +120,12 @@ def plan_memory(
     rest = budget - weights - workspace
     if config.kv_cache_memory_bytes is not None:
         kv_cache = config.kv_cache_memory_bytes
+        if kv_cache < block_bytes:
+            raise OutOfMemoryError(
+                f"kv_cache_memory_bytes is {_size(kv_cache)}, but a block of {config.block_size} tokens needs "
+                f"{_size(block_bytes)}: raise kv_cache_memory_bytes",
+                param="kv_cache_memory_bytes",
+            )
         if weights + workspace + kv_cache > most:
             raise OutOfMemoryError(
                 f"kv_cache_memory_bytes is {_size(kv_cache)}, but of the {_size(memory.available)} that are free the "
@@ -131,20 +137,20 @@ def plan_memory(
             raise OutOfMemoryError(
                 f"the weights need {_size(weights)} and the workspace {_size(workspace)}, but the plan has "
                 f"{_size(max(0, budget))}: {_size(memory.total)} in all, {_size(memory.available)} free, "
-                f"gpu_memory_utilization {share}. Raise --gpu-memory-utilization, free memory, use a smaller dtype or "
-                "a smaller model",
+                f"gpu_memory_utilization {share}. Raise --gpu-memory-utilization, free memory, lower "
+                "--max-num-seqs and --max-num-batched-tokens, or use a smaller dtype or a smaller model",
                 param="gpu_memory_utilization",
             )
         kv_cache = rest
         if on_cpu and config.gpu_memory_utilization is None:
             kv_cache = min(rest, max(_CPU_KV_BYTES, 2 * full_length_blocks * block_bytes))
     num_blocks = min(kv_cache // block_bytes, max_num_seqs * full_length_blocks)
-    if (num_blocks < full_length_blocks and config.max_model_len is not None) or num_blocks == 0:
+    if num_blocks < full_length_blocks and config.max_model_len is not None:
         raise OutOfMemoryError(
             f"a request of max_model_len {wanted_len} needs {_size(full_length_blocks * block_bytes)} of KV cache "
             f"({_size(kv_per_token)} a token), but {_size(kv_cache)} are left for it: lower --max-model-len to at most "
-            f"{kv_cache // block_bytes * config.block_size}, or raise --gpu-memory-utilization or "
-            "--kv-cache-memory-bytes",
+            f"{kv_cache // block_bytes * config.block_size}, or raise "
+            + ("--gpu-memory-utilization" if config.kv_cache_memory_bytes is None else "--kv-cache-memory-bytes"),
             param="max_model_len",
         )
     return MemoryPlan(

@@ -102,8 +102,25 @@ def test_what_does_not_fit_is_said_with_a_remedy() -> None:
     assert caught.value.param == "gpu_memory_utilization"
     with pytest.raises(OutOfMemoryError, match=r"kv_cache_memory_bytes is 9\.00 GiB"):
         make_plan(8, kv_cache_memory_bytes=9 * GIB)
-    with pytest.raises(OutOfMemoryError, match=r"needs .* of KV cache"):
-        make_plan(8, kv_cache_memory_bytes=1000)
+    for length in (None, 100):
+        with pytest.raises(OutOfMemoryError, match=r"block of 16 tokens needs 720\.0 KiB") as caught:
+            make_plan(8, kv_cache_memory_bytes=1000, max_model_len=length)
+        assert caught.value.param == "kv_cache_memory_bytes"
+    assert make_plan(8, kv_cache_memory_bytes=16 * PER_TOKEN).max_model_len == 16
+
+
+def test_the_remedy_is_the_option_that_decided() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"or raise --gpu-memory-utilization$"):
+        make_plan(8, gpu_memory_utilization=0.1, max_model_len=8192)
+    with pytest.raises(OutOfMemoryError, match=r"or raise --kv-cache-memory-bytes$"):
+        make_plan(8, kv_cache_memory_bytes=64 << 20, max_model_len=8192)
+
+
+def test_a_machine_of_1_gib_is_told_what_to_lower() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"the plan has 409\.6 MiB.*lower --max-num-seqs"):
+        make_plan(1)
+    with pytest.raises(OutOfMemoryError, match=r"the plan has 0\.0 KiB"):
+        make_plan(1, available=0.25)
 
 
 def test_free_memory_bounds_the_plan_whatever_the_share() -> None:
