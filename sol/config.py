@@ -68,16 +68,25 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}", param=name)
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ConfigError(f"seed must be a whole number, not {self.seed!r}", param="seed")
+        for name in ("skip_tokenizer_init", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}", param=name)
         share = self.gpu_memory_utilization
-        if share is not None and not 0.0 < share <= 1.0:
+        if share is not None and (
+            not isinstance(share, (int, float)) or isinstance(share, bool) or not 0.0 < share <= 1.0
+        ):
             raise ConfigError(
                 f"gpu_memory_utilization must be greater than 0 and at most 1, not {share!r}",
                 param="gpu_memory_utilization",
             )
         if self.block_size > 256:
             raise ConfigError(f"block_size must be 1 to 256 tokens, not {self.block_size}", param="block_size")
-        if not self.model:
-            raise ConfigError("model must be a path, a hub id or pypi:NAME, not an empty string", param="model")
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(
+                f"model must be a string: a path, a hub id or pypi:NAME, not {self.model!r}", param="model"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
