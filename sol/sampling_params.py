@@ -30,6 +30,7 @@ class SamplingParams:
     """0 or -1: every token."""
     min_p: float = 0.0
     seed: int | None = None
+    """None or -1: one is chosen."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -52,6 +53,14 @@ class SamplingParams:
             self.stop = []
         elif isinstance(stop, str):
             self.stop = [stop]
+        token_ids: object = self.stop_token_ids
+        bias: object = self.logit_bias
+        if token_ids is None:  # as in vLLM, also below
+            self.stop_token_ids = []
+        if bias is None:
+            self.logit_bias = {}
+        if self.seed == -1:
+            self.seed = None
         if self.top_k == -1:
             self.top_k = 0
         self._require_ints(("n", "top_k", "min_tokens"), optional=("seed", "max_tokens", "logprobs"))
@@ -78,7 +87,11 @@ class SamplingParams:
             isinstance(self.stop, list) and all(isinstance(s, str) and s for s in self.stop),
             "a non-empty string or a list of them",
         )
-        self._require("stop_token_ids", _are_ints(self.stop_token_ids), "a list of token ids (at least 0)")
+        self._require(
+            "stop_token_ids",
+            isinstance(self.stop_token_ids, (list, tuple)) and _are_ints(self.stop_token_ids),
+            "a list of token ids (at least 0)",
+        )
         self._require(
             "logit_bias",
             isinstance(self.logit_bias, dict)
@@ -129,6 +142,4 @@ def _is_number(value: object) -> bool:
 
 
 def _are_ints(values: Iterable[object]) -> bool:
-    return isinstance(values, (list, tuple, dict)) and all(
-        isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values
-    )
+    return all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values)
