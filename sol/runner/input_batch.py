@@ -68,9 +68,6 @@ class InputBatch:
         self._device = device
         self._requests: dict[str, HeldRequest] = {}
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def apply(self, plan: SchedulerOutput) -> None:
         """Bring the held requests to where the plan says they are."""
         self.remove(plan.removed_request_ids)
