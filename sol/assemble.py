@@ -23,7 +23,7 @@ from sol.models.registry import load_program
 from sol.models.source import ModelFiles, resolve
 from sol.ops import KVCache
 from sol.ops.reference import ReferenceOps
-from sol.runner.device import resolve_device, resolve_dtype, usable_cores
+from sol.runner.device import num_threads, resolve_device, resolve_dtype
 from sol.runner.memory import (
     MemoryPlan,
     allocate_kv_cache,
@@ -91,7 +91,7 @@ def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
         model=model,
         device=device,
         dtype=dtype,
-        threads=usable_cores(),
+        threads=num_threads(),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_prefill_tokens=config.max_num_prefill_tokens or (128 if on_cpu else 2048),

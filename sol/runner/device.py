@@ -55,6 +55,11 @@ def usable_cores() -> int:
     return cores if granted is None else max(1, min(cores, math.ceil(granted)))
 
 
+def num_threads() -> int:
+    """Of torch on a CPU: what OMP_NUM_THREADS says where it is set, else one for each usable core."""
+    return torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else usable_cores()
+
+
 def device_name(device: torch.device) -> str:
     """The GPU's or the processor's name."""
     if device.type == "cuda":

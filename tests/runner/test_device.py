@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sol.errors import ConfigError
-from sol.runner.device import device_name, resolve_device, resolve_dtype, usable_cores
+from sol.runner.device import device_name, num_threads, resolve_device, resolve_dtype, usable_cores
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -35,6 +35,14 @@ def test_dtype() -> None:
     assert resolve_dtype("auto", CPU, "bfloat16") == torch.float32
     assert resolve_dtype("auto", GPU, "bfloat16") == torch.bfloat16
     assert resolve_dtype("float16", CPU, "float32") == torch.float16
+
+
+def test_threads_are_the_cores_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)  # torch reads the variable when it is imported
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")
+    assert num_threads() == 77
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert num_threads() == usable_cores()
 
 
 def test_this_machine() -> None:
