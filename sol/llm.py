@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from sol.config import DEFAULT_MODEL, EngineConfig
 from sol.engine.types import FinishReason
 from sol.errors import ConfigError, RequestError
+from sol.interrupt import Interrupt
 from sol.local import LocalEngine, Piece
 from sol.progress import Progress
 from sol.sampling_params import SamplingParams
@@ -105,6 +108,8 @@ class LLM:
         a prompt or parameter cannot be honoured.
         """
         wanted: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+        if not isinstance(wanted, Sequence):
+            raise RequestError(f"prompts must be a prompt or a list of prompts, not {wanted!r}", param="prompts")
         texts, token_ids = [], []
         for prompt in wanted:
             text, ids = self._read_prompt(prompt)
@@ -138,8 +143,11 @@ class LLM:
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
+            unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"}))
+            if unknown:
+                raise RequestError(f"a prompt has prompt or prompt_token_ids, not {unknown[0]}", param="prompts")
             if "prompt_token_ids" in prompt:
-                return None, list(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
             prompt = prompt.get("prompt", None)
         if not isinstance(prompt, str):
             raise RequestError(
@@ -166,8 +174,11 @@ class LLM:
             )
             self._num_requests += 1
         total = sum(wanted.n for wanted in params)
+        # An engine that is broken off within a step is lost, so Ctrl-C waits for the step's end.
+        interrupt = Interrupt()
         with (
-            closing(self._engine.stream(token_ids, params)) as pieces,
+            interrupt.watched() if interrupt.can_be_watched else nullcontext(),
+            closing(self._engine.stream(token_ids, params, cancelled=interrupt.pressed)) as pieces,
             Progress(total, "Generating", show=show) as bar,
         ):
             for piece in pieces:
@@ -178,6 +189,8 @@ class LLM:
                     if piece.choice_index == 0:
                         result.num_cached_tokens = piece.num_cached_tokens
                     bar.advance(1)
+        if interrupt.pressed():
+            raise KeyboardInterrupt
         return results
 
     def _params_of_each(
@@ -187,6 +200,12 @@ class LLM:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             return [sampling_params] * count
+        if not isinstance(sampling_params, Sequence) or not all(isinstance(p, SamplingParams) for p in sampling_params):
+            raise RequestError(
+                f"sampling_params must be a SamplingParams, or a list with one for each prompt, not "
+                f"{reprlib.repr(sampling_params)}",
+                param="sampling_params",
+            )
         if len(sampling_params) != count:
             raise RequestError(
                 f"there are {count} prompts but {len(sampling_params)} sampling_params: pass one, or one for each",
@@ -212,6 +231,16 @@ class LLM:
         if self._engine.has_tokenizer:
             text = self._engine.tokenizer.decode([token_id], skip_special_tokens=False)
         return Logprob(logprob=logprob, rank=rank, decoded_token=text)
+
+
+def _token_ids(values: Any) -> list[int]:
+    """Integers of any type (Python's, numpy's, torch's) as a list of Python's."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise RequestError(
+            f"prompt_token_ids must be a list of integers, not {reprlib.repr(values)}", param="prompts"
+        ) from None
 
 
 def _empty_choice(index: int, params: SamplingParams) -> CompletionOutput:

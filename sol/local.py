@@ -13,7 +13,7 @@ from sol.assemble import build_core
 from sol.config import EngineConfig
 from sol.engine.client import InProcessClient
 from sol.engine.types import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
-from sol.errors import ConfigError, RequestError
+from sol.errors import ConfigError, ContextLengthError, RequestError, SolError
 from sol.models.config import load_model_config
 from sol.models.source import resolve
 from sol.sampling_params import SamplingParams
@@ -98,7 +98,8 @@ class LocalEngine:
 
         Once `cancelled()` is true, what is under way ends with finish_reason "abort" after the step that runs.
         Closing the iterator ends everything. Raises `RequestError` for a prompt or parameters that cannot be
-        answered, before anything is generated.
+        answered, before anything is generated; `EngineDeadError` if the engine failed, now or before; `SolError` if
+        the model gave no finite logits for one of them.
         """
         choices = self._make_choices(prompts, params)
         try:
@@ -143,7 +144,7 @@ class LocalEngine:
         if not prompt:
             raise RequestError("a prompt must have at least one token", param="prompt")
         if len(prompt) >= limit:
-            raise RequestError(
+            raise ContextLengthError(
                 f"a prompt has {len(prompt)} tokens, but prompt and output together may have {limit}: shorten it, or "
                 "raise max_model_len",
                 param="prompt",
@@ -156,7 +157,8 @@ class LocalEngine:
 
     def _take(self, choice: _Choice, output: RequestOutput) -> Piece:
         if output.finish_reason == "error":
-            raise RequestError(output.error or "the engine refused the request")
+            self._client.add([])  # raises EngineDeadError if it is the engine that failed
+            raise SolError(output.error or "the engine refused the request")
         text, finish_reason = "", output.finish_reason
         token_ids = output.new_token_ids
         stop_reason: str | int | None = output.stop_token_id

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tiny_models import TinyLlama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -16,8 +21,8 @@ from sol import LLM, SamplingParams
 from sol.assemble import build_core
 from sol.config import EngineConfig
 from sol.engine.core import EngineCore
-from sol.engine.types import EngineRequest
-from sol.errors import ConfigError, RequestError
+from sol.engine.types import EngineRequest, SchedulerOutput, StepOutput
+from sol.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError, SolError
 from sol.llm import CompletionOutput
 
 VOCAB = 320
@@ -142,7 +147,13 @@ def test_progress_is_shown_on_stderr_unless_it_is_not_wanted(llm: LLM, capsys: p
 def test_wrong_calls_say_what_is_wrong(llm: LLM, model_path: str) -> None:
     cases: list[tuple[Any, Any, str]] = [
         ([[1, 2]], None, "a prompt must be a text"),
+        (5, None, "prompts must be"),
         ({"prompt_token_ids": []}, None, "at least one token"),
+        ({"prompt_token_ids": [1.5]}, None, r"a list of integers, not \[1.5\]"),
+        ({"prompt_token_ids": None}, None, "a list of integers, not None"),
+        ({"prompt": "w1", "multi_modal_data": {}}, None, "not multi_modal_data"),
+        ("w1", {"max_tokens": 3}, "sampling_params must be a SamplingParams"),
+        ("w1", [{"max_tokens": 3}], "sampling_params must be a SamplingParams"),
         ({"prompt_token_ids": [VOCAB]}, None, "outside of the vocabulary"),
         ({"prompt_token_ids": [1] * 256}, None, "256 tokens, but prompt and output together may have 256"),
         (["w1", "w2"], [SamplingParams()], "2 prompts but 1 sampling_params"),
@@ -160,6 +171,90 @@ def test_wrong_calls_say_what_is_wrong(llm: LLM, model_path: str) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(model=model_path, **options)  # type: ignore[arg-type]
+
+
+def test_token_ids_of_any_integer_type(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    plain = llm.generate({"prompt_token_ids": [5, 6]}, params, use_tqdm=False)[0]
+    for ids in (np.array([5, 6], dtype=np.int32), torch.tensor([5, 6]), (5, 6)):
+        result = llm.generate({"prompt_token_ids": ids, "prompt": "shown"}, params, use_tqdm=False)[0]
+        assert result.outputs == plain.outputs
+        assert result.prompt_token_ids == [5, 6]
+        assert {type(token) for token in result.prompt_token_ids} == {int}
+        assert result.prompt == "shown"
+    with pytest.raises(ContextLengthError):
+        llm.generate({"prompt_token_ids": [5] * 256}, use_tqdm=False)
+
+
+def break_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], Any]) -> EngineCore:
+    """The `number`-th step from now begins with `action`."""
+    core: EngineCore = llm._engine._client._core
+    execute, steps = core._runner.execute, itertools.count(1)
+
+    def broken(plan: SchedulerOutput) -> StepOutput:
+        if next(steps) == number:
+            action()
+        return execute(plan)
+
+    monkeypatch.setattr(core._runner, "execute", broken)
+    return core
+
+
+def test_ctrl_c_ends_the_call_and_not_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = llm.generate("w5 w6", params, use_tqdm=False)[0].outputs
+    core = break_step(llm, monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["w5 w6"] * 3, params, use_tqdm=False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not core.has_work
+    assert llm.generate("w5 w6", params, use_tqdm=False)[0].outputs == expected
+
+
+def test_a_handler_of_the_callers_is_left_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _frame: noted.append(number))
+    try:
+        break_step(llm, monkeypatch, 2, lambda: signal.raise_signal(signal.SIGINT))
+        result = llm.generate("w5", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert noted == [signal.SIGINT]
+    assert len(result[0].outputs[0].token_ids) == 4
+
+
+def test_in_another_thread(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(llm.generate, "w5", params, use_tqdm=False).result()
+    assert result[0].outputs == llm.generate("w5", params, use_tqdm=False)[0].outputs
+
+
+def test_an_engine_that_fails_says_so_then_and_later(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(model=model_path, max_model_len=64, kv_cache_memory_bytes=4 << 20)
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    break_step(llm, monkeypatch, 2, fail)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="RuntimeError: no memory"):
+            llm.generate(["w5", "w6"], use_tqdm=False)
+
+
+def test_logits_that_are_not_finite_end_the_call_and_not_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core: EngineCore = llm._engine._client._core
+    embedding = core._runner._program.embedding
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    expected = llm.generate("w5", params, use_tqdm=False)[0].outputs
+    kept = embedding[300].clone()
+    embedding[300] = float("nan")
+    with pytest.raises(SolError, match="not finite") as caught:
+        llm.generate(["w5", "w300"], params, use_tqdm=False)
+    embedding[300] = kept
+    assert caught.value.status == 500
+    assert llm.generate("w5", params, use_tqdm=False)[0].outputs == expected
+    core.check_integrity()
 
 
 def test_without_a_tokenizer(model_path: str) -> None:

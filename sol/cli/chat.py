@@ -82,7 +82,7 @@ def _read_line() -> str | None:
 
 def _answer(engine: LocalEngine, messages: list[dict[str, str]], params: SamplingParams, notes: Console) -> str | None:
     """Print the model's answer as it comes; None if there was none, because the conversation no longer fits."""
-    from sol.cli.interrupt import Interrupt
+    from sol.interrupt import Interrupt
 
     interrupt = Interrupt()
     text, tokens, reason = "", 0, None

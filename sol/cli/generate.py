@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if not all(texts):
         raise RequestError("PROMPT must not be empty", param="prompts")
 
-    from sol.cli.interrupt import Interrupt
+    from sol.interrupt import Interrupt
     from sol.local import LocalEngine
 
     engine, interrupt = LocalEngine(config), Interrupt()

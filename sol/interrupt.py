@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +18,12 @@ class Interrupt:
 
     def pressed(self) -> bool:
         return self._pressed
+
+    @property
+    def can_be_watched(self) -> bool:
+        """Whether Ctrl-C would raise KeyboardInterrupt here, so that watching takes it from nobody else."""
+        ours = threading.current_thread() is threading.main_thread()
+        return ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     @contextmanager
     def watched(self) -> Iterator[None]:
