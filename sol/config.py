@@ -68,8 +68,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}", param=name)
+            if value is not None and value >= 2**63:
+                raise ConfigError(f"{name} must be less than 2**63, not {value}", param=name)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed must be a whole number, not {self.seed!r}", param="seed")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed must be a 64-bit integer, not {self.seed}", param="seed")
         for name in ("skip_tokenizer_init", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}", param=name)

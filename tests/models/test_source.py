@@ -196,6 +196,18 @@ def test_paths_that_do_not_exist(model: str) -> None:
         resolve(model)
 
 
+def test_no_name_is_not_the_current_directory(tiny_llama: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny_llama().directory)
+    with pytest.raises(ModelNotFoundError, match="model must not be empty"):
+        resolve("")
+
+
+@pytest.mark.parametrize("model", ["~nobody-of-that-name/model", "a" * 300])
+def test_paths_that_cannot_be_looked_for(model: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="cannot be looked for"):
+        resolve(model)
+
+
 # --- the hub
 
 
