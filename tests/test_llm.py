@@ -61,7 +61,7 @@ def test_text_prompts(llm: LLM) -> None:
     output = one[0].outputs[0]
     assert output.text.split() == [f"w{t}" for t in output.token_ids]
     assert output.finish_reason == "length"
-    assert one[0].prompt_token_ids == [5, 6, 7]
+    assert one[0].prompt_token_ids == llm.get_tokenizer().encode("w5 w6 w7") == [5, 6, 7]
     assert one[0].finished
     assert several[0].num_cached_tokens == 0  # three tokens fill no block
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from sol.config import EngineConfig
 from sol.errors import OutOfMemoryError
 from sol.models.config import ModelConfig
+from sol.ops.reference import GATHER_TOKENS
 from sol.runner.cgroup import CGroups
 from sol.runner.memory import (
     GIB,
@@ -128,6 +130,12 @@ def test_free_memory_bounds_the_plan_whatever_the_share() -> None:
     assert plan.weights + plan.workspace + plan.kv_cache <= 1.5 * GIB
 
 
+def test_the_workspace_has_room_for_what_attention_gathers() -> None:
+    gathered = GATHER_TOKENS * PER_TOKEN // SMOLLM2.num_hidden_layers
+    least = workspace_bytes(SMOLLM2, torch.float32, 1, 1)
+    assert gathered < least < 1.1 * gathered
+
+
 def test_the_cache_has_the_planned_shape() -> None:
     plan = make_plan(8, kv_cache_memory_bytes=100 * PER_TOKEN)
     cache = allocate_kv_cache(plan, SMOLLM2, torch.float32, CPU)
@@ -135,9 +143,21 @@ def test_the_cache_has_the_planned_shape() -> None:
     assert cache.nbytes == plan.kv_cache
 
 
-def test_this_machine_has_memory() -> None:
+def test_a_cache_that_cannot_be_reserved_is_said() -> None:
+    plan = dataclasses.replace(make_plan(8), num_blocks=1 << 40)
+    with pytest.raises(OutOfMemoryError, match="could not be reserved: lower --gpu-memory-utilization"):
+        allocate_kv_cache(plan, SMOLLM2, torch.float32, CPU)
+
+
+def test_this_machine_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = device_memory(CPU)
     assert 0 < memory.available <= memory.total
+    monkeypatch.setattr(CGroups, "memory", lambda self: (9 << 20, 1 << 20))
+    assert device_memory(CPU) == DeviceMemory(total=9 << 20, available=1 << 20)
+    monkeypatch.setattr(CGroups, "memory", lambda self: (1 << 60, 1 << 60))
+    assert device_memory(CPU).total == memory.total
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
+    assert device_memory(GPU) == DeviceMemory(total=80, available=30)
 
 
 def test_cgroups(tmp_path: Path) -> None:
