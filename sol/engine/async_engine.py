@@ -35,6 +35,7 @@ class AsyncEngine:
         self._listeners: list[Callable[[EngineStats], object]] = []
         self._last_sign = time.monotonic()
         """When a message came, or a request was added to none."""
+        self._closing = False
         self._thread = threading.Thread(target=self._receive, name="engine-outputs", daemon=True)
         self._thread.start()
 
@@ -67,6 +68,7 @@ class AsyncEngine:
 
     def close(self) -> None:
         """End the engine; open iterators raise `EngineDeadError`. Blocks for the rest of a step, seconds at worst."""
+        self._closing = True
         self._client.close()
         self._thread.join()
 
@@ -104,6 +106,8 @@ class AsyncEngine:
             while self._post(self._deliver, self._client.receive()):
                 pass
         except EngineDeadError as error:
+            if not self._closing:
+                logger.error("the engine is gone: %s", error.message)
             self._post(self._fail, error)
         except Exception as error:
             logger.exception("the engine's messages cannot be received")

