@@ -106,7 +106,7 @@ def test_a_conversation(talking_llama: Path) -> None:
 
 def answer(screen: str) -> str:
     """What is between the echoed question and the statistics."""
-    return screen.split("\n", 1)[1].rsplit("8 tokens", 1)[0]
+    return screen.split("\n", 1)[1].rsplit("8 tokens, the first", 1)[0]
 
 
 def test_ctrl_c_stops_the_answer_only(talking_llama: Path) -> None:
