@@ -14,13 +14,12 @@ from sol.config import EngineConfig
 from sol.engine.client import InProcessClient
 from sol.engine.types import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from sol.errors import ConfigError, ContextLengthError, RequestError, SolError
-from sol.models.config import load_model_config
 from sol.models.source import resolve
 from sol.sampling_params import SamplingParams
 from sol.seeds import SeedSource
 from sol.text.chat_template import ChatTemplate, load_chat_template
 from sol.text.detokenizer import Detokenizer
-from sol.text.tokenizer import Tokenizer
+from sol.text.tokenizer import Tokenizer, end_token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +53,7 @@ class LocalEngine:
         files = resolve(config.model, load_format=config.load_format, progress=progress)
         self._tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_files(files)
         self._chat_template = None if config.skip_tokenizer_init else load_chat_template(files)
-        self._eos_token_ids = list(
-            load_model_config(files).eos_token_ids if self._tokenizer is None else self._tokenizer.eos_token_ids
-        )
+        self._eos_token_ids = list(end_token_ids(files, self._tokenizer))
         core = build_core(config, progress=progress)
         self.info = core.info
         self._client = InProcessClient(core)
@@ -157,7 +154,7 @@ class LocalEngine:
 
     def _take(self, choice: _Choice, output: RequestOutput) -> Piece:
         if output.finish_reason == "error":
-            self._client.add([])  # raises EngineDeadError if it is the engine that failed
+            self._client.check_alive()
             raise SolError(output.error or "the engine refused the request")
         text, finish_reason = "", output.finish_reason
         token_ids = output.new_token_ids

@@ -126,6 +126,23 @@ def test_stops(llm: LLM) -> None:
     assert f"w{third}" not in by_text.text
 
 
+def test_the_models_end_tokens_count_beside_the_tokenizers(llm: LLM, model_path: str, tmp_path: Path) -> None:
+    import shutil
+
+    params = SamplingParams(seed=4, max_tokens=6)
+    free = llm.generate("w5", params, use_tqdm=False)[0].outputs[0]
+    assert free.finish_reason == "length"
+    folder = tmp_path / "model"
+    shutil.copytree(model_path, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, free.token_ids[2]]}))
+    ended = LLM(model=str(folder), max_model_len=64, kv_cache_memory_bytes=4 << 20).generate(
+        "w5", params, use_tqdm=False
+    )
+    output = ended[0].outputs[0]
+    assert output.token_ids == free.token_ids[:3]
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+
+
 def test_chat(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=2)
     conversation = [{"role": "user", "content": [{"type": "text", "text": "w7"}]}]

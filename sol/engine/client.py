@@ -48,7 +48,7 @@ class InProcessClient:
         self._closed = False
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
-        self._check()
+        self.check_alive()
         self._core.add(requests)
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -56,16 +56,17 @@ class InProcessClient:
 
     def receive(self) -> EngineOutput:
         """One step. Blocks while no request is open, until one is added or the client is closed."""
-        self._check()
+        self.check_alive()
         self._core.wait()
-        self._check()
+        self.check_alive()
         return self._core.step()
 
     def close(self) -> None:
         self._closed = True
         self._core.wake()
 
-    def _check(self) -> None:
+    def check_alive(self) -> None:
+        """Raise `EngineDeadError` if the engine has failed or is closed."""
         if self._closed:
             raise EngineDeadError("the engine is closed")
         if self._core.dead is not None:

@@ -25,13 +25,12 @@ from sol.engine.async_engine import AsyncEngine
 from sol.engine.process import ProcessClient
 from sol.engine.types import EngineInfo
 from sol.errors import ConfigError
-from sol.models.config import load_model_config
 from sol.models.source import resolve
 from sol.server.config import ServerConfig
 from sol.server.routes import create_app
 from sol.server.state import ServedModel, ServerState
 from sol.text.chat_template import ChatTemplate, load_chat_template
-from sol.text.tokenizer import Tokenizer
+from sol.text.tokenizer import Tokenizer, end_token_ids
 
 _BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 75
@@ -178,8 +177,7 @@ def _load(config: ServerConfig) -> _Loaded:
     return _Loaded(
         tokenizer=tokenizer,
         chat_template=load_chat_template(files),
-        # A chat model may end its turns with a token of the tokenizer's that the model's own files do not name.
-        eos_token_ids=tuple(dict.fromkeys(load_model_config(files).eos_token_ids + tokenizer.eos_token_ids)),
+        eos_token_ids=end_token_ids(files, tokenizer),
         longest_token=max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)),
         client=ProcessClient(config.engine),
     )

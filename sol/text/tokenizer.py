@@ -8,6 +8,7 @@ from typing import Any, Final
 import tokenizers
 
 from sol.errors import RequestError, TokenizerError
+from sol.models.config import load_model_config
 from sol.models.fields import read_json_object
 from sol.models.gguf import GGUFFile
 from sol.models.source import ModelFiles
@@ -155,3 +156,13 @@ def _generation_eos(files: ModelFiles, backend: tokenizers.Tokenizer) -> list[in
                 f"{files.generation_config}: eos_token_id must be ids in the vocabulary, not {value!r}", param="model"
             )
     return list(ids)
+
+
+def end_token_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The ids that end a generation: those that the model's own files name, and the tokenizer's.
+
+    Both are needed. Llama 3 lists several in generation_config.json; a chat model may end its turns with a token of
+    the tokenizer's that no other file names.
+    """
+    of_tokenizer = () if tokenizer is None else tokenizer.eos_token_ids
+    return tuple(dict.fromkeys(load_model_config(files).eos_token_ids + of_tokenizer))
