@@ -53,7 +53,7 @@ format: $(DEV_STAMP) ## let ruff repair style and formatting
 	$(BIN)/ruff format .
 
 bench: $(TEST_STAMP) ## run the CPU benchmarks: tables, JSON, and failure if a bar falls (ARGS=--quick: a minute each)
-	@failed=; for subject in startup cpu serve; do \
+	@failed=; for subject in startup cpu cpu_torch serve; do \
 		$(BIN)/python benchmarks/$$subject.py $(ARGS) || failed="$$failed $$subject"; \
 	done; \
 	[ -z "$$failed" ] || { echo "benchmarks that failed:$$failed" >&2; exit 1; }
