@@ -21,7 +21,7 @@ from sol.models.config import ModelConfig, load_model_config
 from sol.models.dummy_checkpoint import parameter_shapes
 from sol.models.registry import load_program
 from sol.models.source import ModelFiles, resolve
-from sol.ops import KVCache
+from sol.ops import EagerExecutor, KVCache
 from sol.ops.reference import ReferenceOps
 from sol.runner.device import num_threads, resolve_device, resolve_dtype
 from sol.runner.memory import (
@@ -117,7 +117,12 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
         progress=progress,
     )
     kv_cache = KVCache(allocate_kv_cache(memory, model, settled.dtype, device))
-    runner = ModelRunner(program, ReferenceOps(), kv_cache)
+    runner = ModelRunner(
+        EagerExecutor(program, ReferenceOps(), kv_cache),
+        block_size=config.block_size,
+        num_blocks=memory.num_blocks,
+        device=device,
+    )
     runner.run_worst_case(settled.max_num_seqs, settled.max_num_batched_tokens, memory.max_model_len)
     scheduler = Scheduler(
         SchedulerConfig(

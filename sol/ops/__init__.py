@@ -7,7 +7,19 @@ plain torch: the specification and the oracle of every other backend.
 from __future__ import annotations
 
 from sol.ops.batch import KVCache, RaggedBatch
-from sol.ops.program import Ops, Program, run
+from sol.ops.program import EagerExecutor, Executor, Ops, Program, run
 from sol.ops.weights import Dense, Linear, Norm, Rope
 
-__all__ = ["Dense", "KVCache", "Linear", "Norm", "Ops", "Program", "RaggedBatch", "Rope", "run"]
+__all__ = [
+    "Dense",
+    "EagerExecutor",
+    "Executor",
+    "KVCache",
+    "Linear",
+    "Norm",
+    "Ops",
+    "Program",
+    "RaggedBatch",
+    "Rope",
+    "run",
+]

@@ -34,6 +34,10 @@ class AttentionInput:
 class PagedAttention:
     layer: int
     scale: float
+    window: int | None = None
+    """A token sees itself and the `window` - 1 tokens before it (Mistral, Gemma); None: all before it."""
+    softcap: float | None = None
+    """Scores become softcap · tanh(score / softcap) before the softmax (Gemma 2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,26 @@ class Ops(Protocol):
     def logits(self, residual: torch.Tensor, norm: Norm, head: Linear) -> torch.Tensor:
         """[S, D] → [S, vocab_size] float32"""
         ...
+
+
+class Executor(Protocol):
+    """A program on a device with its KV cache: one forward pass a step, however the backend goes about it."""
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """Writes the step's keys and values, returns logits [S, vocab_size] float32 of `batch.logits_rows`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EagerExecutor:
+    """Walks the program's list one op at a time."""
+
+    program: Program
+    ops: Ops
+    kv_cache: KVCache
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        return run(self.program, self.ops, batch, self.kv_cache)
 
 
 def run(program: Program, ops: Ops, batch: RaggedBatch, kv_cache: KVCache) -> torch.Tensor:

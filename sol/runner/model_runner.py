@@ -5,26 +5,26 @@ from __future__ import annotations
 import torch
 
 from sol.engine.types import NewRequestData, SchedulerOutput, StepOutput
-from sol.ops import KVCache, Ops, Program, run
+from sol.ops import Executor
 from sol.runner.input_batch import InputBatch
 from sol.sampling.sampler import sample
 from sol.sampling_params import SamplingParams
 
 
 class ModelRunner:
-    """Implements `sol.engine.core.Runner` for one program on one device."""
+    """Implements `sol.engine.core.Runner` for one model on one device."""
 
-    def __init__(self, program: Program, ops: Ops, kv_cache: KVCache) -> None:
-        self._program = program
-        self._ops = ops
-        self._kv_cache = kv_cache
-        self._batch = InputBatch(kv_cache.block_size, program.embedding.device)
+    def __init__(self, executor: Executor, *, block_size: int, num_blocks: int, device: torch.device) -> None:
+        self._executor = executor
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._batch = InputBatch(block_size, device)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> StepOutput:
         self._batch.apply(plan)
         batch, sampled = self._batch.build(plan)
-        logits = run(self._program, self._ops, batch, self._kv_cache)
+        logits = self._executor.forward(batch)
         result = StepOutput(sampled_token_ids={}, logprobs={}, errors={})
         if not sampled:
             return result
@@ -44,7 +44,7 @@ class ModelRunner:
         Its requests are of equal lengths, share the cache's first blocks (what they compute is not used), and every
         one of them is sampled from the whole vocabulary with logprobs.
         """
-        capacity = min(max_model_len, self._kv_cache.num_blocks * self._kv_cache.block_size)
+        capacity = min(max_model_len, self._num_blocks * self._block_size)
         length = max(1, min(max_num_batched_tokens // max_num_seqs, capacity))
         first = min(max_num_batched_tokens - length * (max_num_seqs - 1), capacity)
         params = SamplingParams(logprobs=0)
@@ -57,7 +57,7 @@ class ModelRunner:
                     token_ids=[0] * count,
                     num_prompt_tokens=count,
                     num_computed_tokens=0,
-                    block_ids=list(range(-(-count // self._kv_cache.block_size))),
+                    block_ids=list(range(-(-count // self._block_size))),
                     params=params,
                     seed=0,
                     choice_index=0,
