@@ -15,6 +15,48 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
+class GGUFBlocks:
+    """ggml's block formats as they lie in a file (ggml-quants.c)."""
+
+    kind: str
+    """ggml's name of the type: Q4_1, Q8_0, Q6_K …"""
+    data: torch.Tensor
+    """[rows, bytes of a row] uint8, every row whole blocks; may share memory with the file"""
+    in_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Channel:
+    """One scale a row: w = codes · scales."""
+
+    codes: torch.Tensor
+    """[rows, in_features] int8"""
+    scales: torch.Tensor
+    """[rows] float32"""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Group:
+    """One scale and zero point for each `group_size` neighbours in a row: w = (code - zero) · scale.
+
+    What AWQ, GPTQ and compressed-tensors' pack-quantized checkpoints hold, in one layout.
+    """
+
+    codes: torch.Tensor
+    """[rows, in_features / 2] uint8; column 2i is the low half of byte i"""
+    scales: torch.Tensor
+    """[rows, in_features / group_size] float32"""
+    zeros: torch.Tensor | None
+    """[rows, in_features / group_size] uint8, 0 to 15; None: 8 throughout"""
+    group_size: int
+    perm: torch.Tensor | None = None
+    """[in_features] int32: stored column i multiplies x[perm[i]] (GPTQ's act-order, columns sorted by group)"""
+
+
+Stored = Dense | GGUFBlocks | Int8Channel | Int4Group
+
+
+@dataclass(frozen=True, slots=True)
 class Linear:
     """A projection: row segments, each with a format of its own, that together give [rows, in_features].
 
@@ -22,7 +64,7 @@ class Linear:
     sequence; neighbours of the same format are one segment.
     """
 
-    segments: tuple[Dense, ...]
+    segments: tuple[Stored, ...]
     bias: torch.Tensor | None = None
     """[rows]"""
 

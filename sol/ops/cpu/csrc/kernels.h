@@ -1,0 +1,63 @@
+// What each instruction set implements: a table of functions, filled by kernels_<isa>.cpp, each compiled with its own
+// flags. Code outside the table uses no instruction beyond the architecture's baseline.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace sol {
+
+// Activations of some tokens, quantised to int8 in blocks of 32 columns: x ≈ scale · code, |code| <= 127.
+// Every quantised weight format consumes this one form. cols is a multiple of 32.
+struct QuantizedActivations {
+    int8_t* codes;    // [tokens, cols]
+    float* scales;    // [tokens, cols / 32]
+    int32_t* sums;    // [tokens, cols / 16]: sums of codes of each half block, for formats with an offset
+    int64_t cols;
+};
+
+// A packed weight. `data` holds ceil(rows / group_rows) groups of group_rows interleaved rows, each group_nbytes long;
+// rows past the end are zero.
+struct PackedMatrix {
+    int32_t format;
+    int32_t group_size;
+    int64_t rows;
+    int64_t cols;
+    int64_t group_nbytes;
+    const uint8_t* data;
+    const int32_t* perm;  // null or [cols]
+};
+
+struct Kernels {
+    int32_t isa;
+    int32_t group_rows;  // rows of a packed group
+
+    // x [cols] of one token -> its row of q (token index `row`). x may be permuted through perm (null: not).
+    void (*quantize)(const float* x, const int32_t* perm, int64_t row, const QuantizedActivations& q);
+
+    // y[t * y_stride + r] = sum over columns, for tokens [0, num_tokens) and all rows r of groups [group_begin,
+    // group_end) that exist (r counts from the matrix's first row). Exactly one of x (float formats; [tokens, cols])
+    // and q is used. The result of a (token, row) does not depend on num_tokens, on the range of groups or on
+    // neighbours: one fixed order of operations. `scratch`: linear_scratch_nbytes of the calling thread's own.
+    void (*linear)(const PackedMatrix& w, const float* x, const QuantizedActivations* q, int64_t num_tokens,
+                   int64_t group_begin, int64_t group_end, float* y, int64_t y_stride, void* scratch);
+
+    void (*unpack_row)(const PackedMatrix& w, int64_t row, float* out);  // [cols]
+
+    // Everything below: one row each, any n >= 1, no alignment asked for.
+    void (*rms_norm)(const float* x, const float* weight, float eps, float offset, int64_t n, float* out);
+    void (*add)(float* x, const float* y, int64_t n);                                 // x += y
+    void (*silu_mul)(const float* gate, const float* up, int64_t n, float* out);      // silu(gate) * up
+    void (*rope)(float* x, const float* cos, const float* sin, int64_t head_dim);     // in place, one head
+
+    // Attention: see attention.h.
+    const struct AttentionKernels* attention;
+};
+
+size_t linear_scratch_nbytes(int64_t cols);
+
+const Kernels* kernels_for(int32_t isa);  // null where it is not built in
+
+bool is_float_format(int32_t format);  // F32, F16, BF16: consumed with float activations
+
+}  // namespace sol
