@@ -31,6 +31,8 @@ class _AttentionGroup:
     """Slots of the cache to read: a slice if they lie side by side, else block ids [requests · blocks]"""
     mask: torch.Tensor | None
     """[requests, 1, query tokens or 1, kv_len] bool, True where a query sees a key; None if it sees all"""
+    positions: torch.Tensor
+    """[requests, query tokens]: each query token's place in its request, for windows"""
     padding: torch.Tensor | None = None
     """Rows of the gathered keys and values that belong to nobody: set to zero, since a mask does not stop a NaN"""
 
@@ -81,10 +83,10 @@ class ReferenceOps:
     def paged_attention(self, q: torch.Tensor, op: PagedAttention, plan: ReferencePlan) -> torch.Tensor:
         keys, values = plan.layers[op.layer]
         if len(plan.groups) == 1:  # the usual decode step: no gathering of rows
-            return _attend(q, keys, values, plan.groups[0], op.scale)
+            return _attend(q, keys, values, plan.groups[0], op)
         out = torch.empty(q.shape[0], plan.num_heads * plan.head_dim, dtype=q.dtype, device=q.device)
         for group in plan.groups:
-            out[group.rows] = _attend(q[group.rows], keys, values, group, op.scale)
+            out[group.rows] = _attend(q[group.rows], keys, values, group, op)
         return out
 
     def project_residual(self, x: torch.Tensor, weight: Linear, residual: torch.Tensor) -> torch.Tensor:
@@ -129,7 +131,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _AttentionGroup, scale: float
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _AttentionGroup, op: PagedAttention
 ) -> torch.Tensor:
     """[requests · query_len, H, E] → [requests · query_len, H · E]
 
@@ -148,17 +150,44 @@ def _attend(
             v.flatten(0, 1).index_fill_(0, group.padding, 0.0)
     k = k.reshape(requests, -1, kv_heads, size)[:, :kv_len].transpose(1, 2)
     v = v.reshape(requests, -1, kv_heads, size)[:, :kv_len].transpose(1, 2)
+    mask = group.mask if op.window is None else _within_window(group, op.window)
     if query_len == 1:
         q = q.reshape(requests, kv_heads, heads // kv_heads, size)
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+        out = _softmax_product(q, k, v, op, mask)
         return out.reshape(requests, heads * size)
     q = q.reshape(query_len, heads, size).transpose(0, 1).view(kv_heads, heads // kv_heads, query_len, size)
     shape = (kv_heads, heads // kv_heads, kv_len, size)
     k, v = k.transpose(0, 1).expand(shape), v.transpose(0, 1).expand(shape)
-    out = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=group.mask, is_causal=group.mask is None, scale=scale
-    )
+    if mask is None and op.softcap is not None:
+        mask = torch.ones(query_len, kv_len, dtype=torch.bool, device=q.device).tril()
+    out = _softmax_product(q, k, v, op, mask, causal=mask is None)
     return out.reshape(heads, query_len, size).transpose(0, 1).reshape(query_len, heads * size)
+
+
+def _within_window(group: _AttentionGroup, window: int) -> torch.Tensor:
+    """[requests, 1, query tokens, kv_len]: the group's mask, and no key `window` or more tokens before its query."""
+    keys = torch.arange(group.kv_len, device=group.positions.device)
+    queries = group.positions[:, None, :, None]
+    return (keys <= queries) & (keys > queries - window)
+
+
+def _softmax_product(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    op: PagedAttention,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Attention proper: [..., query tokens, E] like `q`."""
+    if op.softcap is None:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=op.scale)
+    scores = torch.matmul(q, k.transpose(-1, -2)) * op.scale
+    scores = torch.tanh(scores / op.softcap) * op.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.matmul(scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype), v)
 
 
 def _attention_groups(batch: RaggedBatch, kv_cache: KVCache) -> list[_AttentionGroup]:
@@ -190,6 +219,7 @@ def _attention_groups(batch: RaggedBatch, kv_cache: KVCache) -> list[_AttentionG
                     kv_len=seq_len,
                     slots=_side_by_side(batch.block_table[request, :blocks], block_size),
                     mask=mask,
+                    positions=torch.arange(seq_len - query_len, seq_len, device=device).unsqueeze(0),
                 )
             )
         start += query_len
@@ -199,8 +229,8 @@ def _attention_groups(batch: RaggedBatch, kv_cache: KVCache) -> list[_AttentionG
         kv_len = max(lengths)
         table = batch.block_table[requests, : -(-kv_len // block_size)]
         mask = padding = None
+        ends = torch.tensor(lengths, device=device)
         if min(lengths) < kv_len:
-            ends = torch.tensor(lengths, device=device)
             seen = torch.arange(table.shape[1] * block_size, device=device) < ends.unsqueeze(1)
             padding = torch.nonzero(~seen.flatten()).flatten()
             mask = seen[:, None, None, :kv_len]
@@ -212,6 +242,7 @@ def _attention_groups(batch: RaggedBatch, kv_cache: KVCache) -> list[_AttentionG
                 kv_len=kv_len,
                 slots=_side_by_side(table[0], block_size) if len(members) == 1 else table.flatten(),
                 mask=mask,
+                positions=ends.unsqueeze(1) - 1,
                 padding=padding,
             )
         )

@@ -99,3 +99,41 @@ def test_a_long_prefix_that_128_requests_share_is_not_copied_128_times_at_once()
     groups = reference_module._attention_groups(batch, cache)
     assert sum(group.num_requests for group in groups) == 128
     assert all(group.num_requests * group.kv_len <= GATHER_TOKENS for group in groups)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 0.5), (3, 0.5), (1000, 50.0)])
+def test_windows_and_soft_caps(window: int | None, softcap: float | None) -> None:
+    """Three requests: decoding, a whole prompt, a chunk after 5 tokens; against one softmax a token, in float64."""
+    query_lens, seq_lens = [1, 7, 4], [9, 7, 9]
+    cache = KVCache(normal(1, 2, 9, BLOCK_SIZE, KV_HEADS, SIZE))
+    table = torch.arange(9).reshape(3, 3)
+    count = sum(query_lens)
+    batch = RaggedBatch(
+        token_ids=torch.zeros(count, dtype=torch.int64),
+        positions=torch.zeros(count, dtype=torch.int64),
+        slot_mapping=torch.zeros(count, dtype=torch.int64),
+        block_table=table,
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        logits_rows=torch.arange(3),
+    )
+    q = normal(count, HEADS, SIZE, seed=5)
+    groups = reference_module._attention_groups(batch, cache)
+    nothing = torch.empty(0)
+    plan = ReferencePlan(HEADS, KV_HEADS, SIZE, nothing, nothing, batch.slot_mapping, [cache.layer(0)], groups)
+    op = PagedAttention(layer=0, scale=SIZE**-0.5, window=window, softcap=softcap)
+    out = OPS.paged_attention(q, op, plan)
+    row = 0
+    for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        keys, values = (
+            side.index_select(0, table[request]).flatten(0, 1).repeat_interleave(HEADS // KV_HEADS, 1).double()
+            for side in cache.layer(0)
+        )
+        for position in range(seq_len - query_len, seq_len):
+            first = 0 if window is None else max(0, position - window + 1)
+            scores = torch.einsum("he,she->hs", q[row].double(), keys[first : position + 1]) * op.scale
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            expected = torch.einsum("hs,she->he", scores.softmax(-1), values[first : position + 1]).flatten()
+            torch.testing.assert_close(out[row].double(), expected, rtol=1e-5, atol=1e-6)
+            row += 1
