@@ -1,0 +1,1 @@
+"""The fused ops in Triton, for Ampere and newer GPUs."""
