@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from sol.models.config import ModelConfig
 from sol.models.rope import build_rope
 from sol.models.weight_loader import WeightLoader
 from sol.ops.program import AttentionInput, MlpInput, Op, PagedAttention, Program, ProjectResidual
+
+_EMBEDDING: Final = "model.embed_tokens.weight"
 
 
 def build(config: ModelConfig, weights: WeightLoader, max_positions: int) -> Program:
@@ -15,10 +19,8 @@ def build(config: ModelConfig, weights: WeightLoader, max_positions: int) -> Pro
     kv_rows = config.num_key_value_heads * head_dim
     eps = config.rms_norm_eps
     rope = build_rope(config, max_positions, weights.device)
-    if config.tie_word_embeddings:
-        embedding = weights.matrix("model.embed_tokens.weight", config.vocab_size, hidden)
-    else:
-        embedding = weights.tensor("model.embed_tokens.weight", (config.vocab_size, hidden))
+    tied = config.tie_word_embeddings
+    embedding = weights.embedding(_EMBEDDING, config.vocab_size, hidden, is_head=tied)
     body: list[Op] = []
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
@@ -53,8 +55,8 @@ def build(config: ModelConfig, weights: WeightLoader, max_positions: int) -> Pro
             ),
         ]
     final_norm = weights.norm("model.norm", hidden, eps)
-    if config.tie_word_embeddings:
-        head = weights.tied("lm_head.weight", embedding)
+    if tied:
+        head = weights.tied("lm_head.weight", _EMBEDDING, embedding)
     else:
         head = weights.linear([("lm_head", config.vocab_size)], hidden)
     return Program(

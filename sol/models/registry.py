@@ -11,7 +11,7 @@ from sol.errors import CheckpointError
 from sol.models import llama
 from sol.models.checkpoint import Checkpoint
 from sol.models.config import ModelConfig
-from sol.models.weight_loader import WeightLoader
+from sol.models.weight_loader import Packer, WeightLoader
 from sol.ops.program import Program
 from sol.progress import Progress
 
@@ -29,10 +29,17 @@ def load_program(
     device: torch.device | str = "cpu",
     max_positions: int,
     progress: bool = False,
+    packer: Packer | None = None,
+    matrix_dtype: torch.dtype | None = None,
 ) -> Program:
-    """Reads a model's weights. Raises `CheckpointError` naming a tensor that is missing, misshapen or unexpected."""
+    """Reads a model's weights: dense in `dtype`, or through `packer` (see `WeightLoader`).
+
+    Raises `CheckpointError` naming a tensor that is missing, misshapen or unexpected.
+    """
     with Progress(checkpoint.nbytes, "Loading weights", unit="bytes", show=progress) as bar:
-        weights = WeightLoader(checkpoint, dtype=dtype, device=device, progress=bar)
+        weights = WeightLoader(
+            checkpoint, dtype=dtype, device=device, progress=bar, packer=packer, matrix_dtype=matrix_dtype
+        )
         program = ARCHITECTURES[config.architecture](config, weights, max_positions)
         left = weights.left_over()
         if left:

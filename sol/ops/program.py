@@ -12,13 +12,14 @@ five ops of a decoder layer, in the order in which data goes through them:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from sol.ops.batch import KVCache, RaggedBatch
-from sol.ops.weights import Linear, Norm, Rope
+from sol.ops.weights import Linear, Norm, Packed, Rope, Weight, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Program:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    embedding: torch.Tensor
+    embedding: Weight
     """[vocab_size, hidden_size]"""
     body: tuple[Op, ...]
     final_norm: Norm
@@ -76,24 +77,32 @@ class Program:
             if tensor is not None:
                 sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
 
-        def add_linear(linear: Linear) -> None:
+        def add_weight(weight: Weight) -> None:
+            if isinstance(weight, Packed):
+                sizes[weight.data.ctypes.data] = weight.data.nbytes
+            for tensor in tensors_of(weight):
+                add(tensor)
+
+        add_weight(self.embedding)
+        add(self.final_norm.weight)
+        for op in self.body:
+            if isinstance(op, (AttentionInput, MlpInput)):
+                add(op.norm.weight)
+        for linear in self.linears():
             add(linear.bias)
             for segment in linear.segments:
-                add(segment.weight)
+                add_weight(segment)
+        return sum(sizes.values())
 
-        add(self.embedding)
-        add(self.final_norm.weight)
-        add_linear(self.head)
+    def linears(self) -> Iterator[Linear]:
+        """Every projection in the order of the ops, the head last."""
         for op in self.body:
             match op:
-                case AttentionInput(norm=norm, qkv=linear) | MlpInput(norm=norm, gate_up=linear):
-                    add(norm.weight)
-                    add_linear(linear)
-                case ProjectResidual(weight=linear):
-                    add_linear(linear)
+                case AttentionInput(qkv=linear) | MlpInput(gate_up=linear) | ProjectResidual(weight=linear):
+                    yield linear
                 case PagedAttention():
                     pass
-        return sum(sizes.values())
+        yield self.head
 
 
 class Ops(Protocol):
@@ -103,7 +112,7 @@ class Ops(Protocol):
         """What a backend computes once a step for all layers; the two attention ops get it back."""
         ...
 
-    def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, embedding: Weight) -> torch.Tensor:
         """[T] → [T, D]"""
         ...
 

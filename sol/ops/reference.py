@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from sol.ops.batch import KVCache, RaggedBatch
 from sol.ops.program import AttentionInput, MlpInput, PagedAttention, Program
-from sol.ops.weights import Linear, Norm
+from sol.ops.weights import Dense, Linear, Norm, Weight
 
 GATHER_TOKENS: Final = 32768
 """Of how many tokens one attention call copies keys and values out of the cache, unless one request alone has more.
@@ -56,7 +56,7 @@ class ReferenceOps:
 
     def prepare(self, program: Program, batch: RaggedBatch, kv_cache: KVCache) -> ReferencePlan:
         first = next(op for op in program.body if isinstance(op, AttentionInput))
-        dtype = program.embedding.dtype
+        dtype = program.final_norm.weight.dtype
         return ReferencePlan(
             num_heads=program.num_heads,
             num_kv_heads=program.num_kv_heads,
@@ -68,8 +68,9 @@ class ReferenceOps:
             groups=_attention_groups(batch, kv_cache),
         )
 
-    def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(token_ids, embedding)
+    def embed(self, token_ids: torch.Tensor, embedding: Weight) -> torch.Tensor:
+        assert isinstance(embedding, Dense)
+        return functional.embedding(token_ids, embedding.weight)
 
     def attention_input(self, residual: torch.Tensor, op: AttentionInput, plan: ReferencePlan) -> torch.Tensor:
         heads, kv_heads = plan.num_heads, plan.num_kv_heads

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -54,6 +56,41 @@ class Int4Group:
 
 
 Stored = Dense | GGUFBlocks | Int8Channel | Int4Group
+"""A matrix as a checkpoint gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix in the layout of the CPU kernels (`sol.ops.cpu`); nothing else reads it."""
+
+    format: int
+    """One of `sol.ops.cpu.native.Format`"""
+    rows: int
+    in_features: int
+    group_size: int
+    """Of INT4, else 0"""
+    data: npt.NDArray[np.uint8]
+    """[bytes], 64-byte aligned; may be a read-only view of a file"""
+    perm: npt.NDArray[np.int32] | None = None
+    """[in_features]: packed column i multiplies x[perm[i]]"""
+
+
+Weight = Stored | Packed
+
+
+def tensors_of(weight: Weight) -> tuple[torch.Tensor, ...]:
+    """The tensors a weight consists of."""
+    match weight:
+        case Dense(weight=matrix):
+            return (matrix,)
+        case GGUFBlocks(data=data):
+            return (data,)
+        case Int8Channel(codes=codes, scales=scales):
+            return (codes, scales)
+        case Int4Group(codes=codes, scales=scales, zeros=zeros, perm=perm):
+            return tuple(tensor for tensor in (codes, scales, zeros, perm) if tensor is not None)
+        case Packed():
+            return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +101,7 @@ class Linear:
     sequence; neighbours of the same format are one segment.
     """
 
-    segments: tuple[Stored, ...]
+    segments: tuple[Weight, ...]
     bias: torch.Tensor | None = None
     """[rows]"""
 
