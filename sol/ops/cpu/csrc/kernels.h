@@ -1,5 +1,7 @@
 // What each instruction set implements: a table of functions, filled by kernels_<isa>.cpp, each compiled with its own
-// flags. Code outside the table uses no instruction beyond the architecture's baseline.
+// flags. Code outside the table uses no instruction beyond the architecture's baseline. Everything is compiled with
+// -ffp-contract=off: a multiplication and an addition are one rounding only where the code says fma, so that copies of
+// one formula give the same bits wherever they are instantiated.
 #pragma once
 
 #include <cstddef>
@@ -7,14 +9,33 @@
 
 namespace sol {
 
-// Activations of some tokens, quantised to int8 in blocks of 32 columns: x ≈ scale · code, |code| <= 127.
+// Sums of a block's codes, for formats whose codes have an offset or a minimum.
+struct BlockSums {
+    int16_t half[2];  // of the first and the last 16 codes
+    float scaled;     // scale · (half[0] + half[1])
+};
+
+// Activations of some tokens, quantised to int8 in blocks of 32 columns: x ≈ scale · code, |code| <= 127. A block that
+// holds a NaN or an infinity has a NaN for its scale, so what is computed from it is NaN.
 // Every quantised weight format consumes this one form. cols is a multiple of 32.
 struct QuantizedActivations {
     int8_t* codes;    // [tokens, cols]
     float* scales;    // [tokens, cols / 32]
-    int32_t* sums;    // [tokens, cols / 16]: sums of codes of each half block, for formats with an offset
+    BlockSums* sums;  // [tokens, cols / 32]
     int64_t cols;
 };
+
+// Bytes that `tokens` quantised rows take, and the three arrays laid out in such a buffer (4-byte aligned).
+static inline size_t quantized_nbytes(int64_t tokens, int64_t cols) {
+    return (size_t)tokens * (size_t)cols + (size_t)tokens * (size_t)(cols / 32) * (sizeof(float) + sizeof(BlockSums));
+}
+
+static inline QuantizedActivations quantized_in(void* buffer, int64_t tokens, int64_t cols) {
+    char* bytes = (char*)buffer;
+    const int64_t blocks = tokens * (cols / 32);
+    return {(int8_t*)(bytes + blocks * (sizeof(float) + sizeof(BlockSums))), (float*)(bytes + blocks * sizeof(BlockSums)),
+            (BlockSums*)bytes, cols};
+}
 
 // A packed weight. `data` holds ceil(rows / group_rows) groups of group_rows interleaved rows, each group_nbytes long;
 // rows past the end are zero.
