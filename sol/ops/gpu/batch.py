@@ -29,8 +29,8 @@ class DeviceBatch:
     """[R + 1] int32: the tokens of request r are rows query_start_loc[r] to query_start_loc[r + 1] - 1"""
     seq_lens: torch.Tensor
     """[R] int32: tokens of each request up to and including this step's last"""
-    logits_rows: torch.Tensor | None
-    """[S] int64: rows of T whose logits are wanted, in order; None for all of them"""
+    logits_rows: torch.Tensor | slice
+    """[S] int64: rows of T whose logits are wanted, in order; slice(None) for all of them, without a copy"""
     max_query_len: int
     """No request has more tokens in this step; 1 says that T = R and row r is request r"""
     max_seq_len: int
