@@ -83,6 +83,44 @@ class GGUFOptions:
     """Tensors replaced by the raw blocks (uint8 [rows, bytes of a row]) of a type."""
 
 
+_FLOAT16_FIELDS = {
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
+    "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
+}  # fmt: skip
+"""Where float16 scales and minima lie in a block."""
+
+
+def random_blocks(
+    kind: str, rows: int, columns: int, seed: int, *, scale: float | None = None
+) -> npt.NDArray[np.uint8]:
+    """Blocks of a ggml type with random bits in every field, [rows, bytes of a row].
+
+    float16 fields are finite: among them the largest, subnormals and -0; or, with `scale`, of about that size, which
+    makes weights that a model can be computed with.
+    """
+    from sol.ops.dequantize import GGML_BLOCKS
+
+    block, nbytes = GGML_BLOCKS[kind]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, size=(rows * columns // block, nbytes), dtype=np.uint8)
+    special = np.array([0.0, -0.0, 6e-8, -6e-5, 1.0, 65504.0, -65504.0], dtype=np.float16)
+    for offset in _FLOAT16_FIELDS.get(kind, []):
+        if scale is None:
+            values = generator.integers(0, 0x7C00, size=len(blocks)).astype(np.uint16)
+            values |= generator.integers(0, 2, size=len(blocks)).astype(np.uint16) << 15
+            values[: len(special)] = special.view(np.uint16)[: len(values)]
+        else:
+            values = (scale * generator.uniform(0.5, 1.5, size=len(blocks))).astype(np.float16).view(np.uint16)
+        blocks[:, offset : offset + 2] = values[:, None].view(np.uint8)
+    if kind in ("F32", "F16", "BF16"):
+        floats = generator.normal(size=(len(blocks), 1)) * np.exp2(generator.integers(-20, 15, size=(len(blocks), 1)))
+        if kind == "BF16":
+            blocks = (floats.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        else:
+            blocks = floats.astype(np.float32 if kind == "F32" else np.float16).view(np.uint8)
+    return blocks.reshape(rows, columns // block * nbytes)
+
+
 @functools.cache
 def _tensor_names() -> Any:
     import gguf

@@ -6,25 +6,16 @@ to decide. Files stay memory-mapped while their checkpoint is alive, so drop it 
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from sol.errors import CheckpointError, UnsupportedModelError
 from sol.models.config import load_model_config
 from sol.models.dummy_checkpoint import DummyCheckpoint
 from sol.models.gguf_checkpoint import GGUFCheckpoint
+from sol.models.safetensors_files import SafetensorsFiles
 from sol.models.source import ModelFiles
-
-_DTYPE_NBYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
-_LFS_POINTER: Final = b"version https://git-lfs"
-
-_RECOMPUTED: Final = ".rotary_emb.inv_freq"
-"""RoPE's frequencies, which old versions of transformers saved with every layer. They follow from the configuration,
-and transformers ignores them too."""
+from sol.ops.weights import Dense, Stored
 
 
 class Checkpoint(Protocol):
@@ -53,6 +44,11 @@ class Checkpoint(Protocol):
         The tensor may share memory with the file: do not write to it."""
         ...
 
+    def stored(self, name: str) -> Stored:
+        """One matrix in the format that it has in its file, rows in Hugging Face's order, on the CPU: what `load`
+        dequantises. It may share memory with the file: do not write to it. KeyError for a name not in `names()`."""
+        ...
+
 
 def open_checkpoint(files: ModelFiles) -> Checkpoint:
     """Opens the weights that `files` names, in the way that `files.load_format` says."""
@@ -65,61 +61,27 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
 
 
 class SafetensorsCheckpoint:
-    """One or several safetensors files, memory-mapped."""
+    """One or several safetensors files in full precision, memory-mapped."""
 
     def __init__(self, files: ModelFiles) -> None:
-        self._shards: dict[str, Any] = {}  # safetensors types none of what it returns
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._stored: dict[str, int] = {}
-        for path in files.safetensors:
-            shard = _open_shard(path)
-            for name in shard.keys():  # noqa: SIM118 (a file is not iterable)
-                if name.endswith(_RECOMPUTED):
-                    continue
-                if name in self._shards:
-                    raise CheckpointError(
-                        f"{files.root} holds the tensor {name} twice, the second time in {path.name}", param="model"
-                    )
-                view = shard.get_slice(name)
-                dtype = view.get_dtype()
-                if dtype not in _DTYPE_NBYTES:
-                    raise UnsupportedModelError(
-                        f"{path}: tensor {name} has the type {dtype}; supported are {', '.join(_DTYPE_NBYTES)}",
-                        param="model",
-                    )
-                self._shards[name] = shard
-                self._shapes[name] = tuple(view.get_shape())
-                self._stored[name] = math.prod(self._shapes[name]) * _DTYPE_NBYTES[dtype]
+        self._files = SafetensorsFiles(files)
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._shards)
+        return frozenset(self._files.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
+        return self._files.tensors[name].shape
 
     def stored_nbytes(self, name: str) -> int:
-        return self._stored[name]
+        return self._files.tensors[name].nbytes
 
     @property
     def nbytes(self) -> int:
-        return sum(self._stored.values())
+        return sum(tensor.nbytes for tensor in self._files.tensors.values())
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        tensor: torch.Tensor = self._shards[name].get_tensor(name)
         # To the device first: there the conversion is faster, and what travels is no larger than what is stored.
-        return tensor.to(device=device).to(dtype=dtype)
+        return self._files.read(name).to(device=device).to(dtype=dtype)
 
-
-def _open_shard(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except FileNotFoundError:
-        raise CheckpointError(f"the shard {path} is missing: fetch the model again", param="model") from None
-    except (OSError, SafetensorError) as error:
-        with path.open("rb") as file:
-            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise CheckpointError(
-                    f"{path} is a Git LFS pointer, not the weights themselves: run `git lfs pull` in its repository",
-                    param="model",
-                ) from None
-        raise CheckpointError(f"{path} is damaged ({error}): fetch it again", param="model") from error
+    def stored(self, name: str) -> Stored:
+        return Dense(self._files.read(name))

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from sol.models.config import ModelConfig
+from sol.ops.weights import Dense, Stored
 
 _STD: Final = 0.02
 _POOL: Final = 4_194_301
@@ -52,7 +53,7 @@ class DummyCheckpoint:
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         self._shapes = parameter_shapes(config)
-        self._itemsize = 4 if config.torch_dtype == "float32" else 2
+        self._dtype: torch.dtype = getattr(torch, config.torch_dtype)
         self._seed = seed
         self._pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(seed)) * _STD
         self._converted: tuple[torch.dtype, torch.device, torch.Tensor] | None = None
@@ -65,7 +66,7 @@ class DummyCheckpoint:
 
     def stored_nbytes(self, name: str) -> int:
         """What it would take in a file of the configuration's dtype."""
-        return math.prod(self._shapes[name]) * self._itemsize
+        return math.prod(self._shapes[name]) * self._dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +85,9 @@ class DummyCheckpoint:
         result[: repeats * _POOL].view(repeats, _POOL).copy_(pool.expand(repeats, _POOL))
         result[repeats * _POOL :].copy_(pool[:rest])
         return result.view(shape)
+
+    def stored(self, name: str) -> Stored:
+        return Dense(self.load(name, self._dtype))
 
     def _pool_as(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self._converted is None or self._converted[:2] != (dtype, device):

@@ -28,7 +28,13 @@ BLOCK_SIZES: Final[dict[str, tuple[int, int]]] = {
     "BF16": (1, 2),
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
     "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
 """Of every supported tensor type: elements in a block, bytes in a block."""

@@ -12,8 +12,9 @@ import torch
 
 from sol.errors import CheckpointError, UnsupportedModelError
 from sol.models.config import ModelConfig
-from sol.models.dequantize import dequantize
 from sol.models.gguf import BLOCK_SIZES, GGUFFile
+from sol.ops.dequantize import dequantize_blocks
+from sol.ops.weights import Dense, GGUFBlocks, Stored
 
 _CHUNK_ELEMENTS: Final = 1 << 18
 """So many elements are dequantised at once: their float32 copies stay in a core's cache."""
@@ -34,6 +35,7 @@ _LAYER_NAMES: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_FLOATING: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LAYER: Final = re.compile(r"blk\.(0|[1-9]\d*)\.(\w+)\.(weight|bias)", re.ASCII)
 _GLOBAL: Final = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
 _ROPE_FREQS: Final = "rope_freqs.weight"
@@ -73,6 +75,31 @@ class GGUFCheckpoint:
         return sum(map(self.stored_nbytes, self._names))
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        shape, kind = self.shape(name), self._file.tensors[self._names[name]].type
+        rows = self._rows(name)
+        columns = shape[-1] if len(shape) > 1 else 1
+        step = max(1, _CHUNK_ELEMENTS // columns)
+        result = torch.empty((len(rows), columns), dtype=dtype, device=device)
+        for begin in range(0, len(rows), step):
+            # A copy: the mapping is read-only, and torch knows no read-only tensors.
+            chunk = torch.from_numpy(np.array(rows[begin : begin + step], order="C"))
+            result[begin : begin + step] = dequantize_blocks(chunk.to(device), kind)
+        return result.reshape(shape)
+
+    def stored(self, name: str) -> Stored:
+        shape, kind = self.shape(name), self._file.tensors[self._names[name]].type
+        if len(shape) != 2:
+            raise CheckpointError(
+                f"{self._file.path}: {self._names[name]} has {len(shape)} dimensions; a matrix has 2", param="model"
+            )
+        data = torch.from_numpy(np.array(self._rows(name), order="C"))  # a copy, as in `load`
+        if kind in _FLOATING:
+            return Dense(data.view(_FLOATING[kind]))
+        return GGUFBlocks(kind, data, shape[1])
+
+    def _rows(self, name: str) -> npt.NDArray[np.uint8]:
+        """[rows, bytes of a row] in Hugging Face's order, read-only. Every row is whole blocks, so rows can be moved
+        about and cut between."""
         theirs = self._names[name]
         tensor = self._file.tensors[theirs]
         block, block_nbytes = BLOCK_SIZES[tensor.type]
@@ -82,16 +109,8 @@ class GGUFCheckpoint:
                 "BF16 for norms and biases",
                 param="model",
             )
-        # [rows, bytes of a row]; every row is whole blocks, so rows can be moved about and cut between.
         columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
-        rows = self._rows_in_order(theirs, self._file.data(theirs).reshape(-1, columns // block * block_nbytes))
-        step = max(1, _CHUNK_ELEMENTS // columns)
-        result = torch.empty((len(rows), columns), dtype=dtype, device=device)
-        for begin in range(0, len(rows), step):
-            # A copy: the mapping is read-only, and torch knows no read-only tensors.
-            chunk = torch.from_numpy(np.array(rows[begin : begin + step], order="C"))
-            result[begin : begin + step] = dequantize(chunk.to(device), tensor.type)
-        return result.reshape(tensor.shape)
+        return self._rows_in_order(theirs, self._file.data(theirs).reshape(-1, columns // block * block_nbytes))
 
     def _rows_in_order(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """Undoes the converter's permutation of q and k.

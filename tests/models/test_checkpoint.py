@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import GGUFOptions, TinyLlama, gguf_name, make_llama, write_gguf
+from tiny_models import GGUFOptions, TinyLlama, gguf_name, make_llama, random_blocks, write_gguf
 
 from sol.errors import CheckpointError, UnsupportedModelError
 from sol.models import gguf_checkpoint
 from sol.models.checkpoint import SafetensorsCheckpoint, open_checkpoint
 from sol.models.config import ModelConfig, load_model_config
-from sol.models.dequantize import dequantize
 from sol.models.dummy_checkpoint import DummyCheckpoint, parameter_shapes
 from sol.models.gguf import BLOCK_SIZES, TYPE_NAMES, GGUFFile
 from sol.models.source import ModelFiles, resolve
+from sol.ops.dequantize import GGML_BLOCKS, dequantize
+from sol.ops.weights import Dense, GGUFBlocks
 
 Factory = Callable[..., TinyLlama]
 
@@ -32,6 +33,8 @@ def assert_holds(files: ModelFiles, expected: dict[str, torch.Tensor]) -> None:
         assert checkpoint.shape(name) == tuple(weight.shape), name
         loaded = checkpoint.load(name, torch.float32)
         assert torch.equal(loaded, weight.float()), name
+        if weight.ndim == 2:
+            assert torch.equal(dequantize(checkpoint.stored(name)), loaded), name
     assert checkpoint.nbytes == sum(checkpoint.stored_nbytes(name) for name in expected)
 
 
@@ -114,39 +117,9 @@ def test_truncated_safetensors(tiny_llama: Factory, tmp_path: Path) -> None:
 # --- GGUF
 
 
-def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
-    """Random bits in every field, with the float16 ones kept finite: among them the largest, subnormals and -0."""
-    block, nbytes = BLOCK_SIZES[kind]
-    generator = np.random.default_rng(seed)
-    blocks = generator.integers(0, 256, size=(rows * columns // block, nbytes), dtype=np.uint8)
-    scales = {"Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q6_K": [208]}.get(kind, [])
-    special = np.array([0.0, -0.0, 6e-8, -6e-5, 1.0, 65504.0, -65504.0], dtype=np.float16)
-    for offset in scales:
-        values = generator.integers(0, 0x7C00, size=len(blocks)).astype(np.uint16)
-        values |= generator.integers(0, 2, size=len(blocks)).astype(np.uint16) << 15
-        values[: len(special)] = special.view(np.uint16)[: len(values)]
-        blocks[:, offset : offset + 2] = values[:, None].view(np.uint8)
-    if kind in ("F32", "F16", "BF16"):
-        floats = generator.normal(size=(len(blocks), 1)) * np.exp2(generator.integers(-20, 15, size=(len(blocks), 1)))
-        if kind == "BF16":
-            blocks = (floats.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-        else:
-            blocks = floats.astype(np.float32 if kind == "F32" else np.float16).view(np.uint8)
-    return blocks.reshape(rows, columns // block * nbytes)
-
-
-@pytest.mark.parametrize("kind", BLOCK_SIZES)
-def test_dequantize_equals_gguf_bit_by_bit(kind: str) -> None:
-    rows = random_blocks(kind, 96, 512, seed=len(kind))
-    expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
-    found = dequantize(torch.from_numpy(rows), kind)
-    assert found.shape == (96, 512)
-    assert found.dtype == torch.float32
-    assert np.array_equal(found.numpy().view(np.uint32), expected.astype(np.float32).view(np.uint32))
-
-
 def test_block_sizes_and_type_names_are_ggml_s() -> None:
     assert {int(kind): kind.name for kind in gguf.GGMLQuantizationType} == TYPE_NAMES
+    assert GGML_BLOCKS == BLOCK_SIZES
     for kind, size in BLOCK_SIZES.items():
         assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == size
 
@@ -167,12 +140,13 @@ def test_gguf_holds_what_was_written(
             assert torch.equal(expected[name], weight), name
 
 
-def test_gguf_q6_k_with_permuted_rows(tmp_path: Path) -> None:
-    model = make_llama(hidden_size=256, tie_word_embeddings=True)
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1"])
+def test_gguf_blocks_with_permuted_rows(tmp_path: Path, kind: str) -> None:
+    model = make_llama(hidden_size=512, tie_word_embeddings=True)
     raw = {
-        "blk.0.attn_q.weight": (random_blocks("Q6_K", 64, 256, 1), "Q6_K"),
-        "blk.1.attn_k.weight": (random_blocks("Q6_K", 32, 256, 2), "Q6_K"),
-        "token_embd.weight": (random_blocks("Q6_K", 320, 256, 3), "Q6_K"),
+        "blk.0.attn_q.weight": (random_blocks(kind, 64, 512, 1), kind),
+        "blk.1.attn_k.weight": (random_blocks(kind, 32, 512, 2), kind),
+        "token_embd.weight": (random_blocks(kind, 320, 512, 3), kind),
     }
     path = tmp_path / "tiny.gguf"
     expected = write_gguf(path, model, GGUFOptions(raw=raw))
@@ -182,6 +156,15 @@ def test_gguf_q6_k_with_permuted_rows(tmp_path: Path) -> None:
     assert "lm_head.weight" not in checkpoint.names()
     half = checkpoint.load("model.layers.0.mlp.up_proj.weight", torch.bfloat16)
     assert torch.equal(half, expected["model.layers.0.mlp.up_proj.weight"].to(torch.bfloat16))
+    stored = checkpoint.stored("model.embed_tokens.weight")
+    assert isinstance(stored, GGUFBlocks)
+    assert (stored.kind, stored.in_features) == (kind, 512)
+    assert np.array_equal(stored.data.numpy(), raw["token_embd.weight"][0])
+    dense = checkpoint.stored("model.layers.0.mlp.up_proj.weight")
+    assert isinstance(dense, Dense)
+    assert dense.weight.dtype == torch.float32
+    with pytest.raises(CheckpointError, match=r"output_norm\.weight has 1 dimensions; a matrix has 2"):
+        checkpoint.stored("model.norm.weight")
 
 
 def test_loading_leaves_the_file_s_bytes_alone(tmp_path: Path) -> None:
@@ -193,6 +176,7 @@ def test_loading_leaves_the_file_s_bytes_alone(tmp_path: Path) -> None:
     loaded = checkpoint.load(name, torch.float32)
     copy = loaded.clone()
     loaded.zero_()
+    dequantize(checkpoint.stored(name)).zero_()
     assert torch.equal(checkpoint.load(name, torch.float32), copy)
     assert path.read_bytes() == before
 

@@ -193,7 +193,7 @@ def test_lies_are_checkpoint_errors(tmp_path: Path, name: str) -> None:
         (gguf_bytes(version=4), "GGUF version 4"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big endian"),
         (b"tjgg" + bytes(60), "from before GGUF"),
-        (gguf_bytes(None, [tensor("w", kind=12)]), "'w' has the type Q4_K; supported are F32, F16, BF16, Q4_0"),
+        (gguf_bytes(None, [tensor("w", kind=16)]), "'w' has the type IQ2_XXS; supported are F32, F16, BF16, Q4_0"),
         (gguf_bytes(None, [tensor("w", kind=77)]), "'w' has the type number 77"),
     ],
 )
