@@ -15,18 +15,19 @@ PORT ?= 8000
 ARGS ?=
 
 BIN := $(VENV)/bin
-# A stamp says that its step is done: a second `make serve` installs nothing. pyproject.toml is newer than the stamp
-# after its dependencies changed, and the step is done again.
+# A stamp says that its step is done: a second `make serve` installs nothing. pyproject.toml or a source of the CPU
+# kernels is newer than the stamp after it changed, and the step is done again.
 BASE_STAMP := $(VENV)/.sol-base
 TORCH_STAMP := $(VENV)/.sol-torch
 SERVE_STAMP := $(VENV)/.sol-serve
 TEST_STAMP := $(VENV)/.sol-test
 DEV_STAMP := $(VENV)/.sol-dev
 PIP := $(BIN)/python -m pip
+INSTALLED := pyproject.toml setup.py scripts/build_native.py $(wildcard sol/ops/cpu/csrc/*)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test test-all lint format bench clean
+.PHONY: help install serve test test-all lint format native bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -52,6 +53,12 @@ format: $(DEV_STAMP) ## let ruff repair style and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Developers' shortcut. With SANITIZE=address,undefined the library is instrumented and lies in build/sanitized; to use
+# it: LD_PRELOAD="$$(c++ -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 SOL_CPU_LIBRARY=build/sanitized/_native.so
+SANITIZE ?=
+native: ## compile the CPU kernels alone (SANITIZE=address,undefined: an instrumented library in build/sanitized)
+	$(PYTHON) scripts/build_native.py $(if $(SANITIZE),--sanitize $(SANITIZE) --output build/sanitized/_native.so)
+
 bench: $(TEST_STAMP) ## run the CPU benchmarks: tables, JSON, and failure if a bar falls (ARGS=--quick: a minute each)
 	@failed=; for subject in startup cpu cpu_torch serve; do \
 		$(BIN)/python benchmarks/$$subject.py $(ARGS) || failed="$$failed $$subject"; \
@@ -60,7 +67,7 @@ bench: $(TEST_STAMP) ## run the CPU benchmarks: tables, JSON, and failure if a b
 
 clean: ## remove the virtual environment, caches and build products (not the downloaded models)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -f .coverage .coverage.*
+	rm -f .coverage .coverage.* sol/ops/cpu/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BASE_STAMP):
@@ -78,14 +85,14 @@ $(TORCH_STAMP): $(BASE_STAMP)
 	@touch $@
 
 # --editable: the source tree is the installation, so that an edit is served without another install.
-$(SERVE_STAMP): pyproject.toml $(TORCH_STAMP)
+$(SERVE_STAMP): $(INSTALLED) $(TORCH_STAMP)
 	$(PIP) install --editable ".[serve]"
 	@touch $@
 
-$(TEST_STAMP): pyproject.toml $(TORCH_STAMP)
+$(TEST_STAMP): $(INSTALLED) $(TORCH_STAMP)
 	$(PIP) install --editable ".[test]"
 	@touch $@
 
-$(DEV_STAMP): pyproject.toml $(TORCH_STAMP)
+$(DEV_STAMP): $(INSTALLED) $(TORCH_STAMP)
 	$(PIP) install --editable ".[dev]"
 	@touch $@
