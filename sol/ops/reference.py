@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional
 
 from sol.ops.batch import KVCache, RaggedBatch
+from sol.ops.dequantize import dequantize, dequantize_rows
 from sol.ops.program import AttentionInput, MlpInput, PagedAttention, Program
-from sol.ops.weights import Dense, Linear, Norm, Weight
+from sol.ops.weights import Dense, Linear, Norm, Packed, Stored, Weight
 
 GATHER_TOKENS: Final = 32768
 """Of how many tokens one attention call copies keys and values out of the cache, unless one request alone has more.
@@ -69,8 +70,9 @@ class ReferenceOps:
         )
 
     def embed(self, token_ids: torch.Tensor, embedding: Weight) -> torch.Tensor:
-        assert isinstance(embedding, Dense)
-        return functional.embedding(token_ids, embedding.weight)
+        if isinstance(embedding, Dense):
+            return functional.embedding(token_ids, embedding.weight)
+        return dequantize_rows(_readable(embedding), token_ids)
 
     def attention_input(self, residual: torch.Tensor, op: AttentionInput, plan: ReferencePlan) -> torch.Tensor:
         heads, kv_heads = plan.num_heads, plan.num_kv_heads
@@ -94,8 +96,8 @@ class ReferenceOps:
         if weight.bias is not None:
             residual = residual + weight.bias
         if len(weight.segments) == 1:
-            return torch.addmm(residual, x, weight.segments[0].weight.t())
-        return residual + torch.cat([functional.linear(x, s.weight) for s in weight.segments], dim=-1)
+            return torch.addmm(residual, x, _matrix(weight.segments[0], x).t())
+        return residual + torch.cat([functional.linear(x, _matrix(s, x)) for s in weight.segments], dim=-1)
 
     def mlp_input(self, residual: torch.Tensor, op: MlpInput) -> torch.Tensor:
         gate, up = _linear(_rms_norm(residual, op.norm), op.gate_up).chunk(2, dim=-1)
@@ -107,9 +109,20 @@ class ReferenceOps:
 
 def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     if len(linear.segments) == 1:
-        return functional.linear(x, linear.segments[0].weight, linear.bias)
-    out = torch.cat([functional.linear(x, s.weight) for s in linear.segments], dim=-1)
+        return functional.linear(x, _matrix(linear.segments[0], x), linear.bias)
+    out = torch.cat([functional.linear(x, _matrix(s, x)) for s in linear.segments], dim=-1)
     return out if linear.bias is None else out + linear.bias
+
+
+def _matrix(weight: Weight, x: torch.Tensor) -> torch.Tensor:
+    """[rows, in_features] in the type of `x`: a quantised weight is the matrix that it stands for."""
+    return dequantize(_readable(weight), x.dtype)
+
+
+def _readable(weight: Weight) -> Stored:
+    if isinstance(weight, Packed):
+        raise TypeError("a packed weight is in the layout of the CPU kernels, which these ops do not read")
+    return weight
 
 
 def _rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
