@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeAlias
@@ -17,9 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """Whoever computes a plan. It holds the requests of the plans so far until a plan removes them."""
+    """Whoever computes plans, in order. It holds the requests of the plans so far until a plan removes them."""
 
-    def execute(self, plan: SchedulerOutput) -> StepOutput: ...
+    def submit(self, plan: SchedulerOutput) -> Callable[[], StepOutput]:
+        """Start a step; what is returned waits for its result. Results are asked for once each and in order.
+
+        Where an engine works ahead, a plan may come before the result of the one before it has been asked for: the
+        input of its decoding rows is then what that step samples, which only the runner can know.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -39,15 +46,20 @@ _Item: TypeAlias = EngineRequest | _Abort | _Refusal | None
 class EngineCore:
     """A scheduler and a runner.
 
+    `work_ahead` is how many steps may be planned and started before the oldest one is read: 0 where the host computes
+    itself, 1 where a device does, so that it never waits for the host.
     `add`, `abort`, `refuse` and `wake` may be called from any thread, everything else from one.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo, *, work_ahead: int = 0) -> None:
         self.info = info
         self.dead: EngineDeadError | None = None
         """Set once a step has failed; from then on every step raises it."""
         self._scheduler = scheduler
         self._runner = runner
+        self._work_ahead = work_ahead
+        self._started: deque[tuple[int, Callable[[], StepOutput]]] = deque()
+        """Steps that have not been read, oldest first: how many tokens each computes, and what waits for its result."""
         self._inbox: SimpleQueue[_Item] = SimpleQueue()
         self._awaited: list[_Item] = []
         """What `wait` has taken from the inbox; it comes before the rest."""
@@ -71,36 +83,44 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_unfinished or bool(self._awaited) or not self._inbox.empty()
+        return self._busy or bool(self._awaited) or not self._inbox.empty()
+
+    @property
+    def _busy(self) -> bool:
+        return self._scheduler.has_unfinished or bool(self._started)
 
     def wait(self) -> None:
         """Block until there is something to do, or `wake` is called."""
-        if not (self._scheduler.has_unfinished or self._awaited):
+        if not (self._busy or self._awaited):
             self._awaited.append(self._inbox.get())
 
     def step(self) -> EngineOutput:
-        """Take in what has arrived, and compute one step if any request is unfinished.
+        """Take in what has arrived, start a step if there is one to start, and read one if it is time.
 
-        If the step fails, every open request gets a last output with `finish_reason` "error", and the next call
+        If a step fails, every open request gets a last output with `finish_reason` "error", and the next call
         raises `EngineDeadError`. A request that cannot be answered fails alone.
         """
         if self.dead is not None:
             raise self.dead
         outputs = self._take_in()
         computed = 0
-        if self._scheduler.has_unfinished:
-            try:
-                plan = self._scheduler.schedule()
-                outputs += self._scheduler.update_from_output(plan, self._runner.execute(plan))
-                computed = sum(plan.num_scheduled_tokens.values())
-            except Exception as error:
-                logger.exception("the engine failed in a step")
-                self.dead = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
-                outputs += self._scheduler.finish_all("error", self.dead.message)
-            except BaseException:
-                # Interrupted in the middle: blocks are published that were perhaps never computed.
-                self.dead = EngineDeadError("the engine was interrupted in the middle of a step")
-                raise
+        try:
+            plan = self._scheduler.schedule() if self._scheduler.has_unfinished else None
+            if plan is not None:
+                self._started.append((sum(plan.num_scheduled_tokens.values()), self._runner.submit(plan)))
+            if self._started and (plan is None or len(self._started) > self._work_ahead):
+                computed, result = self._started.popleft()
+                outputs += self._scheduler.update_from_output(result())
+        except Exception as error:
+            logger.exception("the engine failed in a step")
+            self.dead = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
+            self._started.clear()
+            outputs += self._scheduler.finish_all("error", self.dead.message)
+            computed = 0
+        except BaseException:
+            # Interrupted in the middle: blocks are published that were perhaps never computed.
+            self.dead = EngineDeadError("the engine was interrupted in the middle of a step")
+            raise
         stats = self._scheduler.take_stats()
         stats.iteration_tokens = computed
         return EngineOutput(outputs=outputs, stats=stats)

@@ -7,8 +7,9 @@ another's cache.
 A block is published when the step that computes its last token is *planned*, not when it has run: inside a step each
 layer writes the KV cache of all the step's tokens before its attention reads any, so whoever is planned later, in the
 same step or after it, may read the block. This is what lets the n choices of a prompt that arrive together compute it
-once. It is safe because a plan is always carried out, and because only running requests are preempted and no plan
-holds a preempted request.
+once. It is safe because a plan is always carried out, in order, and because only running requests are preempted and no
+plan holds a preempted request. Where a block's last token is not known yet (the step that samples it is still under
+way), the block is published once it is.
 """
 
 from __future__ import annotations
@@ -47,10 +48,15 @@ class PrefixCache:
         return block_ids
 
     def publish(self, request: Request) -> None:
-        """Let others find the blocks that are full once `num_computed_tokens` tokens are computed."""
-        for index in range(request.num_published_blocks, request.num_computed_tokens // self._block_size):
+        """Let others find the blocks that are full of known tokens once `num_computed_tokens` tokens are computed."""
+        for index in range(request.num_published_blocks, self._num_known_blocks(request)):
             self._pool.publish(request.block_ids[index], self._hash(request, index))
             request.num_published_blocks = index + 1
+
+    def withdraw(self, request: Request) -> None:
+        """Let nobody find what the request has published, even if its blocks are given back already."""
+        found = (self._pool.find(block_hash) for block_hash in request.block_hashes)
+        self._pool.withdraw([block_id for block_id in found if block_id is not None])
 
     def check_integrity(self, request: Request) -> None:
         """Raise `AssertionError` unless the request's computed full blocks are published as what they hold, only these.
@@ -58,7 +64,7 @@ class PrefixCache:
         A block whose content another block held already has no hash of its own.
         """
         size = self._block_size
-        published = request.num_computed_tokens // size
+        published = self._num_known_blocks(request)
         assert request.num_published_blocks == published, f"{request.request_id!r}: computed blocks are not published"
         parent = b""
         for index, block_id in enumerate(request.block_ids):
@@ -68,6 +74,9 @@ class PrefixCache:
                 continue
             parent = hash_block(parent, request.token_ids[index * size : (index + 1) * size])
             assert block_hash in (None, parent), f"block {block_id} is published as what it does not hold"
+
+    def _num_known_blocks(self, request: Request) -> int:
+        return min(request.num_computed_tokens, request.num_tokens) // self._block_size
 
     def _hash(self, request: Request, index: int) -> bytes:
         hashes = request.block_hashes

@@ -28,6 +28,8 @@ class Request:
     """Place in the order of arrival; a smaller one is older."""
     num_computed_tokens: int = 0
     """The KV cache of so many leading tokens is computed once the steps planned so far have run."""
+    num_pending_tokens: int = 0
+    """Tokens after `token_ids` that planned steps sample and whose results have not been read."""
     prefilling: bool = True
     """No step since it was given its place reaches its last token, so none samples it."""
     block_ids: list[int] = field(default_factory=list)
@@ -50,8 +52,14 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_planned_tokens(self) -> int:
+        """Its tokens once the steps planned so far have been read; fewer if one of them ends it."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        """Left to plan. The KV cache of a request's last possible token is never needed."""
+        return min(self.num_planned_tokens, self.max_num_tokens - 1) - self.num_computed_tokens
 
     def append(self, token_id: int) -> Literal["stop", "length"] | None:
         """Add a sampled token; the reason if it is the last one.

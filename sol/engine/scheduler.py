@@ -13,11 +13,18 @@ want of blocks; after that it needs one more each `block_size` generated tokens.
 request is preempted: its blocks are freed, its tokens kept, and its KV cache is computed again later (or found). The
 youngest itself waits with the blocks it has. The oldest always gets what it needs, because the pool holds at least one
 request of the model's full length; so everything finishes.
+
+Working ahead: a step may be planned before the one before it is read. It is then planned as if no request ended: a
+token that has been planned and not read counts (`num_pending_tokens`), though nobody knows it yet. Where the result
+says otherwise, what was planned too much is dropped when it is read. Blocks that are given back meanwhile may still
+be written by the step that is under way; steps run in the order of their plans, so whoever is given them next writes
+after that.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from sol.config import SchedulerConfig
@@ -57,6 +64,14 @@ class _Budget:
             self.prefill_tokens -= count
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One request in a plan whose result has not been read."""
+
+    request: Request
+    sampled: bool
+
+
 class Scheduler:
     """Plans steps and reads their results. Not thread-safe; knows no tensor and no clock but for time stamps."""
 
@@ -81,6 +96,8 @@ class Scheduler:
         """Running and waiting."""
         self._removed: list[str] = []
         """Left the runner since the last plan."""
+        self._unread: deque[list[_Row]] = deque()
+        """Of each plan that has not been read, oldest first."""
         self._next_sequence = 0
         self._stats = EngineStats()
 
@@ -104,15 +121,7 @@ class Scheduler:
             return None
         if request.block_ids:
             self._running.remove(request)
-        else:
-            self._policy.remove(request)
-        return self._drop(request, reason, error)
-
-    def _drop(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        """The last output of a request that is neither among the running nor queued any more."""
-        if request.block_ids:
-            self._leave_runner(request)
-        del self._requests[request.request_id]
+        self._leave(request)
         return _output(request, [], None, reason, error=error)
 
     def finish_all(self, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
@@ -120,17 +129,24 @@ class Scheduler:
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan one step. Only with unfinished requests; then the plan is never empty, and it must be carried out."""
+    def schedule(self) -> SchedulerOutput | None:
+        """Plan one step, which must be carried out. Only with unfinished requests.
+
+        None if everything depends on a result that has not been read; never if there is no such result.
+        """
+        self._unread.append([])
         plan = SchedulerOutput(
             num_scheduled_tokens={}, new_requests=[], cached_requests=[], removed_request_ids=self._removed
         )
         budget = self._budget()
         self._schedule_running(plan, budget)
         self._schedule_waiting(plan, budget)
-        self._removed = []
         if not plan.num_scheduled_tokens:
-            raise RuntimeError("the scheduler made an empty plan")
+            self._unread.pop()
+            if not self._unread:
+                raise RuntimeError("the scheduler made an empty plan")
+            return None
+        self._removed = []
         return plan
 
     def _budget(self) -> _Budget:
@@ -167,8 +183,8 @@ class Scheduler:
         growing = sum(self._may_grow(request) for request in self._running)
         while len(self._policy) and len(self._running) < self.config.max_num_seqs:
             request = self._policy.next()
-            if not min(budget.tokens, budget.prefill_tokens):
-                break
+            if not min(budget.tokens, budget.prefill_tokens) or request.num_pending_tokens:
+                break  # the latter was preempted and waits for the result of its last step
             found = self._cache.find(request) if self._cache else []
             needed = self._num_blocks(request.num_tokens) - len(found)
             # One block stays free for each running request that may ask for another: to admit a request only to
@@ -212,6 +228,8 @@ class Scheduler:
         plan.num_scheduled_tokens[request.request_id] = count
         request.num_computed_tokens += count
         request.prefilling = request.num_uncomputed_tokens > 0
+        request.num_pending_tokens += not request.prefilling
+        self._unread[-1].append(_Row(request, sampled=not request.prefilling))
         if self._cache:
             self._cache.publish(request)
 
@@ -233,6 +251,14 @@ class Scheduler:
         request.num_computed_tokens = 0
         self._removed.append(request.request_id)
 
+    def _leave(self, request: Request) -> None:
+        """Forget a request. Whoever calls takes it off `_running`, if it is there."""
+        del self._requests[request.request_id]
+        if request.block_ids:
+            self._leave_runner(request)
+        else:
+            self._policy.remove(request)
+
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
 
@@ -242,26 +268,31 @@ class Scheduler:
 
     # ── reading results ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def update_from_output(self, plan: SchedulerOutput, result: StepOutput) -> list[RequestOutput]:
-        """Append what was sampled, end what is at its end, and free its blocks.
+    def update_from_output(self, result: StepOutput) -> list[RequestOutput]:
+        """Read the result of the oldest plan that has not been read.
 
-        A row may bring several tokens (accepted drafts); those after the one that ends the request are dropped, before
-        anything is emitted or published. Raises `RuntimeError` if the result does not answer the plan.
+        Appends what was sampled, ends what is at its end, and frees its blocks. A row may bring several tokens
+        (accepted drafts); those after the one that ends the request are dropped, before anything is emitted or
+        published, and so is what later plans sample for it. Raises `RuntimeError` if the result does not answer the
+        plan.
         """
         outputs = []
-        for request_id in plan.num_scheduled_tokens:
-            request = self._requests.get(request_id)
-            if request is None:  # aborted while the step ran
+        for row in self._unread.popleft():
+            request = row.request
+            request.num_pending_tokens -= row.sampled
+            if self._requests.get(request.request_id) is not request:  # ended since it was planned
                 continue
-            if request_id in result.errors:
-                self.pool.withdraw(request.block_ids)  # whatever is wrong may be in its KV cache
-                outputs.append(self._drop(request, "error", result.errors[request_id]))
+            if request.request_id in result.errors:
+                if self._cache:
+                    self._cache.withdraw(request)  # whatever is wrong may be in its KV cache
+                self._leave(request)
+                outputs.append(_output(request, [], None, "error", error=result.errors[request.request_id]))
                 continue
-            sampled = result.sampled_token_ids.get(request_id, [])
-            if request.prefilling == bool(sampled):
-                raise RuntimeError(f"the runner sampled {len(sampled)} tokens for {request_id!r} out of turn")
+            sampled = result.sampled_token_ids.get(request.request_id, [])
+            if row.sampled != bool(sampled):
+                raise RuntimeError(f"the runner sampled {len(sampled)} tokens for {request.request_id!r} out of turn")
             if sampled:
-                outputs.append(self._take(request, sampled, result.logprobs.get(request_id)))
+                outputs.append(self._take(request, sampled, result.logprobs.get(request.request_id)))
         self._running = [request for request in self._running if request.block_ids]
         return outputs
 
@@ -280,8 +311,9 @@ class Scheduler:
                 break
         self._stats.num_generated_tokens += len(kept)
         if reason is not None:
-            del self._requests[request.request_id]
-            self._leave_runner(request)
+            self._leave(request)
+        elif self._cache:
+            self._cache.publish(request)
         return _output(request, kept, logprobs, reason)
 
     # ── watching ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -301,14 +333,18 @@ class Scheduler:
         assert order == sorted(set(order)), f"requests are out of order: {order}"
         assert {r.request_id: r for r in self._running + waiting} == self._requests, "a request is lost or stands twice"
         assert len(self._running) <= self.config.max_num_seqs, "more requests run than max_num_seqs"
+        pending = Counter(row.request for rows in self._unread for row in rows if row.sampled)
+        for name, request in self._requests.items():
+            assert request.num_pending_tokens == pending[request], f"{name!r}: pending tokens are miscounted"
         for request in waiting:
             assert not request.block_ids, f"{request.request_id!r} waits with blocks"
             assert request.num_computed_tokens == 0, f"{request.request_id!r} waits with computed tokens"
         for request in self._running:
             name, held = request.request_id, len(request.block_ids)
-            assert request.num_computed_tokens <= request.num_tokens < request.max_num_tokens, f"{name!r}: past its end"
+            assert request.num_tokens < request.max_num_tokens, f"{name!r}: past its end"
+            assert request.num_uncomputed_tokens >= 0, f"{name!r}: computes past its end"
             assert held >= self._num_blocks(request.num_computed_tokens), f"{name!r}: too few blocks"
-            assert held <= self._num_blocks(request.num_tokens), f"{name!r}: too many blocks"
+            assert held <= self._num_blocks(request.num_planned_tokens), f"{name!r}: too many blocks"
             if self._cache:
                 self._cache.check_integrity(request)
         self.pool.check_integrity([request.block_ids for request in self._running])

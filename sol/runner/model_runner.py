@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sol.engine.types import NewRequestData, SchedulerOutput, StepOutput
@@ -12,13 +14,17 @@ from sol.sampling_params import SamplingParams
 
 
 class ModelRunner:
-    """Implements `sol.engine.core.Runner` for one model on one device."""
+    """Implements `sol.engine.core.Runner` for one model on one device, each step to its end before the next."""
 
     def __init__(self, executor: Executor, *, block_size: int, num_blocks: int, device: torch.device) -> None:
         self._executor = executor
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._batch = InputBatch(block_size, device)
+
+    def submit(self, plan: SchedulerOutput) -> Callable[[], StepOutput]:
+        result = self.execute(plan)
+        return lambda: result
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> StepOutput:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from token_runner import VOCAB_SIZE, FailingRunner, make_config, make_core, make_request
+from token_runner import VOCAB_SIZE, FailingRunner, TokenRunner, make_config, make_core, make_request
 
 from sol.engine.core import EngineCore
 from sol.engine.types import RequestOutput
@@ -117,3 +117,41 @@ def test_an_interrupted_step_ends_the_engine() -> None:
         core.step()
     with pytest.raises(EngineDeadError, match="interrupted"):
         core.step()
+
+
+def test_an_engine_that_works_ahead_reads_a_step_after_it_has_started_the_next() -> None:
+    config = make_config()
+    runner = TokenRunner(config)
+    core = make_core(config, runner, work_ahead=1)
+    core.add([make_request("a", [1, 2, 3], max_tokens=2)])
+    assert core.step().outputs == []
+    first = core.step()
+    assert (len(runner.plans), first.stats.iteration_tokens, len(first.outputs)) == (2, 3, 1)
+    last = core.step()
+    assert (len(runner.plans), last.stats.iteration_tokens) == (2, 1)
+    assert last.outputs[0].finish_reason == "length"
+    assert not core.has_work
+
+
+def test_a_started_step_is_read_even_if_nobody_waits_for_it() -> None:
+    core = make_core(work_ahead=1)
+    core.add([make_request("a", [1], max_tokens=5)])
+    core.step()
+    core.abort(["a"])
+    assert core.step().outputs[0].finish_reason == "abort"
+    while core.has_work:
+        core.wait()
+        core.step()
+    core.check_integrity()
+    core.add([make_request("a", [1, 2], max_tokens=1)])
+    assert run(core)["a"].finish_reason == "length"
+
+
+def test_a_failure_while_working_ahead_ends_every_request() -> None:
+    config = make_config()
+    core = make_core(config, FailingRunner(config), work_ahead=1)
+    core.add([make_request("a", [1], max_tokens=5)])
+    core.step()
+    assert core.step().outputs[0].finish_reason == "error"
+    assert not core.has_work
+    core.check_integrity()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from token_runner import EOS, VOCAB_SIZE, TokenRunner, expected_output, make_core, make_request
@@ -81,6 +82,7 @@ class Client:
 
     config: SchedulerConfig
     burst: int
+    work_ahead: int = 0
     requests: dict[str, EngineRequest] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     last: dict[str, RequestOutput] = field(default_factory=dict)
@@ -88,7 +90,7 @@ class Client:
 
     def __post_init__(self) -> None:
         self.runner = TokenRunner(self.config, self.burst)
-        self.core = make_core(self.config, self.runner)
+        self.core = make_core(self.config, self.runner, self.work_ahead)
 
     def arrive(self, arrive: Arrive) -> None:
         prompt = [(arrive.text * 7 + i * i) % VOCAB_SIZE for i in range(arrive.length)] + arrive.tail
@@ -163,9 +165,15 @@ class Client:
 
 
 @settings(max_examples=250, deadline=None)
-@given(config=configs(), burst=st.sampled_from([1, 1, 1, 3]), script=SCRIPTS)
-def test_every_request_gets_what_it_would_get_alone(config: SchedulerConfig, burst: int, script: list[object]) -> None:
-    client = Client(config, burst)
+@given(
+    config=configs(),
+    burst_and_depth=st.sampled_from([(1, 0), (1, 1), (1, 1), (1, 2), (3, 0)]),
+    script=SCRIPTS,
+)
+def test_every_request_gets_what_it_would_get_alone(
+    config: SchedulerConfig, burst_and_depth: tuple[int, int], script: list[object]
+) -> None:
+    client = Client(config, *burst_and_depth)
     for action in script:
         if isinstance(action, Arrive):
             client.arrive(action)
@@ -179,7 +187,8 @@ def test_every_request_gets_what_it_would_get_alone(config: SchedulerConfig, bur
     client.check()
 
 
-def test_the_property_is_not_vacuous() -> None:
+@pytest.mark.parametrize("work_ahead", [0, 1])
+def test_the_property_is_not_vacuous(work_ahead: int) -> None:
     """One script in which prefix hits, sharing within a step, preemption and chunked prefill all do happen."""
     config = SchedulerConfig(
         max_model_len=40,
@@ -190,7 +199,7 @@ def test_the_property_is_not_vacuous() -> None:
         num_blocks=16,
         enable_prefix_caching=True,
     )
-    client = Client(config, 1)
+    client = Client(config, 1, work_ahead)
     for text in (0, 1, 0):
         client.arrive(
             Arrive(

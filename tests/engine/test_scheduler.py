@@ -24,7 +24,8 @@ class Driver:
 
     def step(self) -> SchedulerOutput:
         plan = self.scheduler.schedule()
-        for output in self.scheduler.update_from_output(plan, self.runner.execute(plan)):
+        assert plan is not None
+        for output in self.scheduler.update_from_output(self.runner.execute(plan)):
             self.outputs[output.request_id] = output
         self.scheduler.check_integrity()
         self.stats = self.scheduler.take_stats()
@@ -234,7 +235,7 @@ def test_a_request_aborted_while_its_step_runs_gets_nothing_more() -> None:
     driver.add("b", prompt(3))
     plan = driver.scheduler.schedule()
     driver.scheduler.finish("a", "abort")
-    outputs = driver.scheduler.update_from_output(plan, driver.runner.execute(plan))
+    outputs = driver.scheduler.update_from_output(driver.runner.execute(plan))
     assert [output.request_id for output in outputs] == ["b"]
     driver.scheduler.check_integrity()
 
@@ -252,9 +253,9 @@ def test_an_id_can_be_used_again_in_the_next_step() -> None:
 def test_tokens_after_the_end_are_dropped() -> None:
     scheduler = Scheduler(make_config())
     scheduler.add(make_request("a", prompt(3), max_tokens=9, stop_token_ids=[7], logprobs=1))
-    plan = scheduler.schedule()
+    scheduler.schedule()
     result = StepOutput(sampled_token_ids={"a": [5, 7, 6]}, logprobs={"a": [logprobs_of(t, 1) for t in (5, 7, 6)]})
-    (output,) = scheduler.update_from_output(plan, result)
+    (output,) = scheduler.update_from_output(result)
     assert (output.new_token_ids, output.finish_reason, output.stop_token_id) == ([5, 7], "stop", 7)
     assert output.logprobs is not None
     assert len(output.logprobs) == 2
@@ -264,14 +265,15 @@ def test_tokens_after_the_end_are_dropped() -> None:
 def test_a_result_that_does_not_answer_the_plan_is_an_error() -> None:
     scheduler = Scheduler(make_config(max_num_batched_tokens=4))
     scheduler.add(make_request("a", prompt(6), logprobs=0))
-    plan = scheduler.schedule()
+    scheduler.schedule()
     with pytest.raises(RuntimeError, match="sampled 1 tokens for 'a' out of turn"):
-        scheduler.update_from_output(plan, StepOutput(sampled_token_ids={"a": [1]}, logprobs={}))
-    plan = scheduler.schedule()
-    with pytest.raises(RuntimeError, match="sampled 0 tokens for 'a' out of turn"):
-        scheduler.update_from_output(plan, StepOutput(sampled_token_ids={}, logprobs={}))
-    with pytest.raises(RuntimeError, match="no logprobs for 'a'"):
-        scheduler.update_from_output(plan, StepOutput(sampled_token_ids={"a": [1]}, logprobs={}))
+        scheduler.update_from_output(StepOutput(sampled_token_ids={"a": [1]}, logprobs={}))
+    for sampled, message in (({}, "sampled 0 tokens for 'a' out of turn"), ({"a": [1]}, "no logprobs for 'a'")):
+        scheduler = Scheduler(make_config())
+        scheduler.add(make_request("a", prompt(6), logprobs=0))
+        scheduler.schedule()
+        with pytest.raises(RuntimeError, match=message):
+            scheduler.update_from_output(StepOutput(sampled_token_ids=sampled, logprobs={}))
 
 
 def test_a_request_that_could_not_be_sampled_ends_alone_and_its_blocks_are_not_found_again() -> None:
@@ -282,7 +284,7 @@ def test_a_request_that_could_not_be_sampled_ends_alone_and_its_blocks_are_not_f
     result = driver.runner.execute(plan)
     del result.sampled_token_ids["a"]
     result.errors["a"] = "its logits are not numbers"
-    failed, other = driver.scheduler.update_from_output(plan, result)
+    failed, other = driver.scheduler.update_from_output(result)
     assert (failed.finish_reason, failed.error, failed.new_token_ids) == ("error", "its logits are not numbers", [])
     assert other.finish_reason is None
     driver.scheduler.check_integrity()
@@ -335,3 +337,97 @@ def test_check_integrity_finds_what_is_wrong() -> None:
     lost.num_computed_tokens = 40
     with pytest.raises(AssertionError, match="past its end"):
         driver.scheduler.check_integrity()
+
+
+# ── working ahead ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def plan_and_run(driver: Driver) -> StepOutput:
+    plan = driver.scheduler.schedule()
+    assert plan is not None
+    driver.scheduler.check_integrity()
+    return driver.runner.execute(plan)
+
+
+def test_a_step_is_planned_before_the_one_before_it_is_read() -> None:
+    driver = Driver()
+    driver.add("a", prompt(5), max_tokens=3)
+    first, second, third = (plan_and_run(driver) for _ in range(3))
+    assert [p.num_scheduled_tokens for p in driver.runner.plans] == [{"a": 5}, {"a": 1}, {"a": 1}]
+    assert driver.scheduler.schedule() is None  # the third token is the last, whatever it is
+    outputs = [o for result in (first, second, third) for o in driver.scheduler.update_from_output(result)]
+    wanted = expected_output(make_request("a", prompt(5), max_tokens=3), 64)[0]
+    assert [o.new_token_ids for o in outputs] == [[token] for token in wanted]
+    assert outputs[-1].finish_reason == "length"
+    driver.scheduler.check_integrity()
+
+
+def test_what_was_planned_for_a_request_that_ended_is_dropped() -> None:
+    driver = Driver(enable_prefix_caching=False)
+    token = expected_output(make_request("a", prompt(5), max_tokens=1), 64)[0][0]
+    driver.add("a", prompt(5), stop_token_ids=[token])
+    first, surplus = plan_and_run(driver), plan_and_run(driver)
+    (output,) = driver.scheduler.update_from_output(first)
+    assert (output.new_token_ids, output.finish_reason) == ([token], "stop")
+    assert driver.scheduler.pool.usage == 0.0
+    # Even if another request of its name has come meanwhile.
+    driver.add("a", prompt(7, start=20), max_tokens=1)
+    third = plan_and_run(driver)
+    assert driver.scheduler.update_from_output(surplus) == []
+    assert driver.scheduler.take_stats().num_generated_tokens == 1
+    (output,) = driver.scheduler.update_from_output(third)
+    assert output.new_token_ids == expected_output(make_request("a", prompt(7, 20), max_tokens=1), 64)[0]
+    driver.scheduler.check_integrity()
+
+
+def test_a_preempted_request_waits_for_the_result_of_its_last_step() -> None:
+    driver = Driver(max_model_len=16, num_blocks=4, enable_prefix_caching=False)
+    driver.add("old", prompt(6), max_tokens=9)
+    driver.add("young", prompt(3, start=30), max_tokens=3)
+    results = [plan_and_run(driver) for _ in range(3)]  # the young one takes the last block in the third
+    results.append(plan_and_run(driver))  # the old one needs it in the fourth
+    assert driver.scheduler.take_stats().num_preemptions == 1
+    assert list(driver.runner.plans[-1].num_scheduled_tokens) == ["old"]
+    for result in results[:2]:
+        assert len(driver.scheduler.update_from_output(result)) == 2
+    assert driver.scheduler.take_stats().num_waiting == 1
+    young = driver.scheduler.update_from_output(results[2])[1]
+    assert (young.request_id, young.finish_reason) == ("young", "length")  # it ended while it waited
+    driver.scheduler.check_integrity()
+    driver.scheduler.update_from_output(results[3])
+    assert driver.scheduler.take_stats().num_waiting == 0
+
+
+def test_a_block_is_found_once_its_last_token_is_known() -> None:
+    driver = Driver()
+    driver.add("a", prompt(3))
+    first, second = plan_and_run(driver), plan_and_run(driver)
+    known = prompt(3) + first.sampled_token_ids["a"]
+    driver.add("early", [*known, 1], max_tokens=1)
+    third = plan_and_run(driver)
+    assert driver.runner.plans[-1].new_requests[0].num_computed_tokens == 0
+    for result in (first, second, third):
+        driver.scheduler.update_from_output(result)
+    driver.add("late", [*known, 2], max_tokens=1)
+    driver.step()
+    assert driver.outputs["late"].num_cached_tokens == 4
+
+
+def test_a_failed_row_that_was_preempted_meanwhile_leaves_nothing_to_be_found() -> None:
+    driver = Driver(max_model_len=16, num_blocks=4)
+    driver.add("old", prompt(6), max_tokens=9)
+    driver.add("young", prompt(3, start=30), max_tokens=9)
+    results = [plan_and_run(driver) for _ in range(4)]
+    assert driver.scheduler.take_stats().num_preemptions == 1
+    del results[1].sampled_token_ids["young"]
+    results[1].errors["young"] = "its logits are not numbers"
+    driver.scheduler.update_from_output(results[0])
+    failed = driver.scheduler.update_from_output(results[1])[1]
+    assert (failed.request_id, failed.finish_reason) == ("young", "error")
+    for result in results[2:]:
+        driver.scheduler.update_from_output(result)
+    driver.scheduler.finish("old", "abort")
+    text = prompt(3, start=30) + results[0].sampled_token_ids["young"]
+    driver.add("again", [*text, 1], max_tokens=1)
+    driver.step()
+    assert driver.outputs["again"].num_cached_tokens == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sol.config import SchedulerConfig
@@ -75,6 +76,10 @@ class TokenRunner:
         self.slots: list[tuple[int, int, bytes] | None] = [None] * (config.num_blocks * config.block_size)
         self.plans: list[SchedulerOutput] = []
         self.num_computed_tokens = 0
+
+    def submit(self, plan: SchedulerOutput) -> Callable[[], StepOutput]:
+        result = self.execute(plan)
+        return lambda: result
 
     def execute(self, plan: SchedulerOutput) -> StepOutput:
         self.plans.append(plan)
@@ -174,7 +179,9 @@ def make_config(**changes: int | bool) -> SchedulerConfig:
     return SchedulerConfig(**(values | changes))  # type: ignore[arg-type]
 
 
-def make_core(config: SchedulerConfig | None = None, runner: TokenRunner | None = None) -> EngineCore:
+def make_core(
+    config: SchedulerConfig | None = None, runner: TokenRunner | None = None, work_ahead: int = 0
+) -> EngineCore:
     config = config or make_config()
     info = EngineInfo(
         model="token-runner",
@@ -190,7 +197,7 @@ def make_core(config: SchedulerConfig | None = None, runner: TokenRunner | None 
         kv_cache_bytes=0,
         load_seconds=0.0,
     )
-    return EngineCore(Scheduler(config), runner or TokenRunner(config), info)
+    return EngineCore(Scheduler(config), runner or TokenRunner(config), info, work_ahead=work_ahead)
 
 
 def make_request(
