@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -42,10 +41,9 @@ class BuildNative(build_ext):
             target.unlink(missing_ok=True)
             if self.editable_mode or self.inplace:  # kernels of another version are worse than none
                 (ROOT / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
-            print(
-                f"\nWARNING: the CPU kernels were not built: {error}\nSol works without them, several times slower on "
-                "a CPU. Install a C++17 compiler, then install Sol again.\n",
-                file=sys.stderr,
+            self.warn(
+                f"the CPU kernels were not built: {error}\nSol works without them, several times slower on "
+                "a CPU. Install a C++17 compiler, then install Sol again."
             )
 
     def copy_extensions_to_source(self) -> None:

@@ -16,8 +16,8 @@ from sol.progress import Progress
 class Packer(Protocol):
     """Brings matrices into a backend's own layout, or has them there already."""
 
-    def pack(self, key: str, load: Callable[[], Sequence[Stored]]) -> tuple[Packed, ...]:
-        """The matrices that `load` gives, one below the other; neighbours of one format become one.
+    def pack(self, key: str, rows: int, in_features: int, load: Callable[[], Sequence[Stored]]) -> tuple[Packed, ...]:
+        """The matrices that `load` gives, one below the other: together [rows, in_features].
 
         `key` is the name of the first of them, by which a packer that has them already may know them: then `load` is
         not called.
@@ -55,7 +55,7 @@ class WeightLoader:
         """[rows, in_features] whose rows are looked up and, where the head is tied to it, multiplied with."""
         self._check(name, (rows, in_features))
         if self._packer is not None:
-            return self._packed(self._packer, [name])[0]
+            return self._packed(self._packer, [name], rows, in_features)[0]
         # A lookup wants its rows side by side; a product may want the columns so.
         out = self._empty_matrix(rows, in_features) if is_head else self._empty(rows, in_features)
         self._fill(name, out)
@@ -77,7 +77,7 @@ class WeightLoader:
         bias_out = self._empty(rows) if bias else None
         segments: tuple[Weight, ...]
         if self._packer is not None:
-            segments = self._packed(self._packer, [f"{name}.weight" for name, _ in parts])
+            segments = self._packed(self._packer, [f"{name}.weight" for name, _ in parts], rows, in_features)
         else:
             weight = self._empty_matrix(rows, in_features)
             start = 0
@@ -111,8 +111,8 @@ class WeightLoader:
         """Names of the tensors that nobody took, sorted."""
         return sorted(self._names - self._taken)
 
-    def _packed(self, packer: Packer, names: Sequence[str]) -> tuple[Packed, ...]:
-        packed = packer.pack(names[0], lambda: joined([self._stored(name) for name in names]))
+    def _packed(self, packer: Packer, names: Sequence[str], rows: int, in_features: int) -> tuple[Packed, ...]:
+        packed = packer.pack(names[0], rows, in_features, lambda: joined([self._stored(name) for name in names]))
         for name in names:
             self._took(name)
         return packed

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import hashlib
 import mmap
 from typing import Any, Final
 
@@ -43,10 +44,8 @@ class Arena:
         if self._used + nbytes > len(self._piece):
             piece = mmap.mmap(-1, max(_CHUNK, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE))
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                try:
+                with contextlib.suppress(OSError):  # a kernel without them
                     piece.madvise(mmap.MADV_HUGEPAGE)
-                except OSError:
-                    pass  # a kernel without them
             self._piece, self._used = np.frombuffer(piece, dtype=np.uint8), 0
         taken = self._piece[self._used : self._used + nbytes]
         self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -61,17 +60,17 @@ def pack(native: Native, isa: Isa, stored: Stored, arena: Arena) -> Packed:
     assert known is not None
     kind, group_size = known
     scales = zeros = perm = None
-    match stored:
-        case Dense(weight=matrix):
-            # numpy has no bfloat16; the bytes are all that counts.
-            data = matrix.contiguous().view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix.contiguous()
-            cols = matrix.shape[1]
-        case GGUFBlocks(data=data, in_features=cols):
-            pass
-        case Int8Channel(codes=data, scales=scales):
-            cols = data.shape[1]
-        case Int4Group(codes=data, scales=scales, zeros=zeros, perm=perm):
-            cols = 2 * data.shape[1]
+    if isinstance(stored, Dense):
+        data, cols = stored.weight, stored.weight.shape[1]
+        if data.dtype == torch.bfloat16:  # which numpy does not know; the bytes are all that counts
+            data = data.contiguous().view(torch.int16)
+    elif isinstance(stored, GGUFBlocks):
+        data, cols = stored.data, stored.in_features
+    elif isinstance(stored, Int8Channel):
+        data, scales, cols = stored.codes, stored.scales, stored.codes.shape[1]
+    else:
+        data, scales, zeros, perm = stored.codes, stored.scales, stored.zeros, stored.perm
+        cols = 2 * data.shape[1]
     rows = data.shape[0]
     out = arena.take(native.packed_nbytes(isa, kind, rows, cols, group_size))
     native.pack(isa, kind, rows, cols, group_size, _array(data), _array(scales), _array(zeros), out)
@@ -84,8 +83,6 @@ def _array(tensor: torch.Tensor | None) -> Any:
 
 def fingerprint(native: Native, isa: Isa) -> bytes:
     """What tells one layout of packed weights from another: the bytes that small matrices of every format become."""
-    import hashlib
-
     digest = hashlib.blake2b(digest_size=16)
     cols, rows = 256, 17
     pattern = (np.arange(rows * cols * 4, dtype=np.uint32) * 2654435761 >> 24).astype(np.uint8)
@@ -100,7 +97,7 @@ def fingerprint(native: Native, isa: Isa) -> bytes:
         data &= 0xBF
         groups = {Format.INT8: 1, Format.INT4: cols // 32}.get(kind, 0)
         scales = np.linspace(0.5, 2.0, rows * groups, dtype=np.float32) if groups else None
-        zeros = pattern[: rows * groups] & 15 if kind == Format.INT4 else None
+        zeros = np.bitwise_and(pattern[: rows * groups], np.uint8(15)) if kind == Format.INT4 else None
         group_size = 32 if kind == Format.INT4 else 0
         out = np.zeros(native.packed_nbytes(isa, kind, rows, cols, group_size), dtype=np.uint8)
         native.pack(isa, kind, rows, cols, group_size, data, scales, zeros, out)
