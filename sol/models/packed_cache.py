@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from sol.errors import CheckpointError, UnsupportedModelError
+from sol.models.checkpoint import Checkpoint
 from sol.models.source import ModelFiles
 from sol.models.wheels import cache_directory
 from sol.ops.cpu.native import Format, Isa, Native, NativeError
@@ -347,15 +348,24 @@ def _slice(key: str, data: Any, offset: Any, nbytes: int) -> Any:
 
 
 def packed_nbytes(
-    native: Native, isa: Isa, shapes: Mapping[str, tuple[int, ...]], stored_nbytes: Callable[[str], int]
+    native: Native,
+    isa: Isa,
+    shapes: Mapping[str, tuple[int, ...]],
+    checkpoint: Checkpoint,
+    matrix_dtype: torch.dtype | None,
 ) -> int:
-    """About what a model's weights will take: matrices as large as they are stored, in whole groups of rows."""
+    """What a model's weights will take, to a few percent: matrices as large as they are stored, in whole groups of
+    rows (some formats' scales are unpacked)."""
     group = native.group_rows(isa)
+    names = checkpoint.names()
     total = 0
     for name, shape in shapes.items():
-        if len(shape) == 2:
-            rows = shape[0]
-            total += stored_nbytes(name) * (-(-rows // group) * group) // rows
-        else:
+        if len(shape) != 2:
             total += 4 * math.prod(shape)
+        elif name in names:
+            whole = -(-shape[0] // group) * group
+            if matrix_dtype is None:
+                total += checkpoint.stored_nbytes(name) * whole // shape[0] * 33 // 32
+            else:
+                total += whole * shape[1] * matrix_dtype.itemsize
     return total

@@ -180,11 +180,15 @@ def allocate_kv_cache(plan: MemoryPlan, model: ModelConfig, dtype: torch.dtype, 
     try:
         return torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:
-        raise OutOfMemoryError(
-            f"the KV cache of {_size(plan.kv_cache)} could not be reserved: lower --gpu-memory-utilization or set "
-            f"--kv-cache-memory-bytes ({error})",
-            param="kv_cache_memory_bytes",
-        ) from error
+        raise no_room_for_kv_cache(plan, error) from error
+
+
+def no_room_for_kv_cache(plan: MemoryPlan, error: Exception) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"the KV cache of {_size(plan.kv_cache)} could not be reserved: lower --gpu-memory-utilization or set "
+        f"--kv-cache-memory-bytes ({error})",
+        param="kv_cache_memory_bytes",
+    )
 
 
 def _size(count: int) -> str:
