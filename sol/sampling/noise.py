@@ -19,20 +19,31 @@ _CHUNK: Final = 16384
 """Token ids at a time on a CPU: in its caches, and below where torch wakes threads for each of a dozen short passes."""
 
 
+def choice_key(seed: int, choice_index: int) -> int:
+    """The 64-bit key of a choice, from which those of its positions are made."""
+    key = _mix((seed + _GOLDEN) & _MASK)
+    return _mix((key + (choice_index + 1) * _GOLDEN) & _MASK)
+
+
 def stream_key(seed: int, choice_index: int, position: int) -> int:
     """The 64-bit key of the noise of output token `position` (0 for the first) of a choice."""
-    key = _mix((seed + _GOLDEN) & _MASK)
-    key = _mix((key + (choice_index + 1) * _GOLDEN) & _MASK)
-    return _mix((key + (position + 1) * _GOLDEN) & _MASK)
+    return _mix((choice_key(seed, choice_index) + (position + 1) * _GOLDEN) & _MASK)
 
 
-def gumbel(key: int, token_ids: torch.Tensor) -> torch.Tensor:
+def stream_keys(choice_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`stream_key` of many choices at once: int64 tensors, 64-bit keys as the int64 with the same bits."""
+    return _mix_tensor((positions + 1).mul_(_signed(_GOLDEN)).add_(choice_keys))
+
+
+def gumbel(key: int | torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise for token ids (int64, any shape), float32 of the same shape.
+
+    `key` may be a tensor of keys as `stream_keys` gives them, which is broadcast against the token ids.
 
     argmax(logits + gumbel) is then a sample of softmax(logits). It is computed as -log(E), E exponential, from 53
     bits: E's relative precision near 0, which decides the winners, is that of float32.
     """
-    if token_ids.device.type == "cpu" and token_ids.numel() > _CHUNK:
+    if token_ids.device.type == "cpu" and token_ids.numel() > _CHUNK and isinstance(key, int):
         chunks = torch.split(token_ids.flatten(), _CHUNK)
         return torch.cat([gumbel(key, chunk) for chunk in chunks]).view(token_ids.shape)
     bits = _bits(key, token_ids)
@@ -43,9 +54,14 @@ def gumbel(key: int, token_ids: torch.Tensor) -> torch.Tensor:
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def _bits(key: int, token_ids: torch.Tensor) -> torch.Tensor:
+def _bits(key: int | torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """The numbers at places `token_ids` of SplitMix64's sequence from the state `key` on, as int64."""
-    bits = (token_ids + 1).mul_(_signed(_GOLDEN)).add_(_signed(key))
+    steps = (token_ids + 1).mul_(_signed(_GOLDEN))
+    return _mix_tensor(steps.add_(_signed(key)) if isinstance(key, int) else steps + key)
+
+
+def _mix_tensor(bits: torch.Tensor) -> torch.Tensor:
+    """`_mix` of each int64, in place."""
     shifted = torch.empty_like(bits)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, None)):
         torch.bitwise_right_shift(bits, shift, out=shifted)
