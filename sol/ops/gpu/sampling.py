@@ -1,0 +1,220 @@
+"""From logits to tokens on the device: the twin of `sol.sampling.batched.sample_rows`.
+
+Three launches for any mix of rows. The first finds, for rows with a cut (top_k, top_p, min_p), the least logit that
+may be sampled: a bisection over the bits of float32, in which order is that of integers, so that nothing is sorted and
+a row without a cut costs nothing. The second takes the best of logits plus Gumbel noise in each part of the
+vocabulary, the third the best of those. Greedy rows have no noise. The noise has the bits of `sol.sampling.noise`
+(SplitMix64), and its two logarithms are those of CUDA's library, as torch takes them on a GPU.
+
+What bounds it: reading the logits once (the second), and for cut rows about 20 to 60 passes of one multiprocessor
+over a row that lies in the L2 cache.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from sol.ops.gpu.launch import INTERPRETED
+
+_CHUNK: Final = 4096
+_SCAN: Final = 8192
+
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+_MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+_LOWEST = tl.constexpr(-(2**31))
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    parameters: tuple[torch.Tensor, ...],
+    token_ids: torch.Tensor,
+    last_token_ids: torch.Tensor,
+) -> None:
+    """logits [S, V] float32, contiguous → `token_ids` [S] int64; -1 where logits are not numbers.
+
+    `rows` [S] int64 says which entry of `parameters` (the tensors of `sol.sampling.batched.SamplingParameters`, in
+    their order) is whose; `seq_lens` [S] int32 how many tokens a request has already. What is sampled also goes to
+    `last_token_ids[rows]` (int64), from where the next step reads its input; 0 for -1.
+    """
+    count, vocabulary = logits.shape
+    chunks = triton.cdiv(vocabulary, _CHUNK)
+    device = logits.device
+    threshold = torch.empty(count, dtype=torch.float32, device=device)
+    best = torch.empty((count, chunks), dtype=torch.float32, device=device)
+    best_ids = torch.empty((count, chunks), dtype=torch.int32, device=device)
+    temperature, top_k, top_p, log_min_p, choice_key, num_prompt_tokens = parameters
+    _threshold_kernel[(count,)](
+        logits, rows, temperature, top_k, top_p, log_min_p, threshold, vocabulary, BLOCK=_SCAN, num_warps=16
+    )
+    _best_kernel[(count, chunks)](
+        logits,
+        rows,
+        seq_lens,
+        temperature,
+        choice_key,
+        num_prompt_tokens,
+        threshold,
+        best,
+        best_ids,
+        vocabulary,
+        BLOCK=_CHUNK,
+        INTERPRETED=INTERPRETED,
+        num_warps=8,
+    )
+    _pick_kernel[(count,)](
+        best, best_ids, rows, token_ids, last_token_ids, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1
+    )
+
+
+@triton.jit
+def _ordered(x):
+    """int64 whose order is that of the float32s; their bits but for the sign."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _unordered(key):
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _threshold_kernel(
+    logits, rows, temperatures, top_ks, top_ps, log_min_ps, thresholds, vocabulary, BLOCK: tl.constexpr
+):
+    index = tl.program_id(0)
+    row = tl.load(rows + index)
+    temperature = tl.load(temperatures + row)
+    top_k = tl.load(top_ks + row)
+    top_p = tl.load(top_ps + row)
+    log_min_p = tl.load(log_min_ps + row)
+    if (temperature == 0.0) | ((top_k == 0) & (top_p >= 1.0) & (log_min_p == -float("inf"))):
+        tl.store(thresholds + index, -float("inf"))
+        return
+    start = logits + index.to(tl.int64) * vocabulary
+    offsets = tl.arange(0, BLOCK)
+    high = tl.full([BLOCK], -float("inf"), tl.float32)
+    for first in range(0, vocabulary, BLOCK):
+        mask = first + offsets < vocabulary
+        high = tl.maximum(high, tl.load(start + first + offsets, mask, other=-float("inf")))
+    most = tl.div_rn(tl.max(high), temperature)
+    # The answer lies in (low, high]; both ends are keys of `_ordered`.
+    threshold = _ordered(most + log_min_p)
+    if (top_k > 0) & (top_k < vocabulary):
+        low = tl.full([], _LOWEST, tl.int64)  # at least top_k tokens are there or above
+        top = _ordered(most) + 1  # fewer are
+        while top - low > 1:
+            middle = low + (top - low) // 2
+            counts = tl.zeros([BLOCK], tl.int32)
+            for first in range(0, vocabulary, BLOCK):
+                mask = first + offsets < vocabulary
+                scaled = tl.div_rn(tl.load(start + first + offsets, mask, other=0.0), temperature)
+                counts += (mask & (_ordered(scaled) >= middle)).to(tl.int32)
+            found = tl.sum(counts)
+            if found >= top_k:
+                low = middle
+            else:
+                top = middle
+            if found == top_k:
+                top = middle + 1
+        threshold = tl.maximum(threshold, low)
+    if top_p < 1.0:
+        # Of what is left, tokens stay while the mass of those above them is less than top_p of all of it.
+        bottom = threshold - 1
+        top = _ordered(most)
+        wanted = 0.0
+        middle = bottom
+        while top - bottom > 1:
+            masses = tl.zeros([BLOCK], tl.float32)
+            for first in range(0, vocabulary, BLOCK):
+                mask = first + offsets < vocabulary
+                scaled = tl.div_rn(tl.load(start + first + offsets, mask, other=0.0), temperature)
+                masses += tl.where(mask & (_ordered(scaled) > middle), tl.exp(scaled - most), 0.0)
+            mass = tl.sum(masses)
+            if middle == threshold - 1:
+                wanted = top_p * mass
+            elif mass < wanted:
+                top = middle
+            else:
+                bottom = middle
+            middle = bottom + (top - bottom) // 2
+        threshold = top
+    tl.store(thresholds + index, _unordered(threshold))
+
+
+@triton.jit
+def _mix(bits):
+    bits = (bits ^ ((bits >> 30) & ((1 << 34) - 1))) * _MIX_1
+    bits = (bits ^ ((bits >> 27) & ((1 << 37) - 1))) * _MIX_2
+    return bits ^ ((bits >> 31) & ((1 << 33) - 1))
+
+
+@triton.jit
+def _gumbel(key, token_ids, INTERPRETED: tl.constexpr):
+    """`sol.sampling.noise.gumbel`."""
+    bits = (_mix((token_ids.to(tl.int64) + 1) * _GOLDEN + key) >> 11) & ((1 << 53) - 1)
+    uniform = bits.to(tl.float32) * 1.1102230246251565e-16
+    uniform = tl.minimum(tl.maximum(uniform, 5.551115123125783e-17), 0.99999994)
+    if INTERPRETED:  # the interpreter has no library; three terms of log1p's series suffice where 1 - u is inexact
+        near = uniform + uniform * uniform * (0.5 + uniform * 0.33333334)
+        return -tl.log(tl.where(uniform < 0.001, near, -tl.log(1.0 - uniform)))
+    return -libdevice.log(-libdevice.log1p(-uniform))
+
+
+@triton.jit
+def _best_kernel(
+    logits,
+    rows,
+    seq_lens,
+    temperatures,
+    choice_keys,
+    num_prompt_tokens,
+    thresholds,
+    best,
+    best_ids,
+    vocabulary,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    index = tl.program_id(0)
+    chunk = tl.program_id(1)
+    row = tl.load(rows + index)
+    temperature = tl.load(temperatures + row)
+    ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    mask = ids < vocabulary
+    scores = tl.load(logits + index.to(tl.int64) * vocabulary + ids, mask, other=-float("inf"))
+    bad = tl.max(((scores != scores) | (scores == float("inf"))).to(tl.int32))
+    if temperature != 0.0:
+        scores = tl.div_rn(scores, temperature)
+        kept = mask & (scores >= tl.load(thresholds + index))
+        if tl.max(kept.to(tl.int32)) > 0:
+            position = tl.load(seq_lens + index).to(tl.int64) - tl.load(num_prompt_tokens + row)
+            key = _mix((position + 1) * _GOLDEN + tl.load(choice_keys + row))
+            scores = tl.where(kept, scores + _gumbel(key, ids, INTERPRETED), -float("inf"))
+        else:
+            scores = tl.full([BLOCK], -float("inf"), tl.float32)
+    value, place = tl.max(scores, axis=0, return_indices=True)
+    chunks = tl.num_programs(1)
+    tl.store(best + index * chunks + chunk, tl.where(bad > 0, float("inf"), value))
+    tl.store(best_ids + index * chunks + chunk, chunk * BLOCK + place)
+
+
+@triton.jit
+def _pick_kernel(best, best_ids, rows, token_ids, last_token_ids, chunks, BLOCK: tl.constexpr):
+    index = tl.program_id(0)
+    offsets = tl.arange(0, BLOCK)
+    values = tl.load(best + index * chunks + offsets, offsets < chunks, other=-float("inf"))
+    value, place = tl.max(values, axis=0, return_indices=True)
+    token_id = tl.load(best_ids + index * chunks + place).to(tl.int64)
+    finite = (value < float("inf")) & (value > -float("inf"))
+    tl.store(token_ids + index, tl.where(finite, token_id, -1))
+    tl.store(last_token_ids + tl.load(rows + index), tl.where(finite, token_id, 0))
