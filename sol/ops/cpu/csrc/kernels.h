@@ -79,6 +79,9 @@ size_t linear_scratch_nbytes(int64_t cols);
 
 const Kernels* kernels_for(int32_t isa);  // null where it is not built in
 
+// Filled by kernels_<isa>.cpp, each on its own architecture.
+extern const Kernels KERNELS_PORTABLE, KERNELS_NEON, KERNELS_AVX2, KERNELS_AVX512, KERNELS_AVX512VNNI;
+
 bool is_float_format(int32_t format);  // F32, F16, BF16: consumed with float activations
 
 }  // namespace sol

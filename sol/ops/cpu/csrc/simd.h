@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 #if defined(SOL_ISA_IS_AVX512)
 #include "simd_avx512.h"
 #elif defined(SOL_ISA_IS_AVX2)

@@ -81,4 +81,80 @@ static inline void store_i8(int8_t* p, const vf& a) {
 }
 static inline vf pow2(const vf& n) { return (vf)(((vu)to_int(n) + 127u) << 23); }
 
+// ---- integers
+
+typedef uint8_t vb __attribute__((vector_size(32)));   // 4 · LANES bytes
+typedef int8_t vsb __attribute__((vector_size(32)));
+typedef int16_t vs __attribute__((vector_size(32)));
+typedef uint16_t vus __attribute__((vector_size(32)));
+
+static inline vi set1_i(int32_t a) { return vi{a, a, a, a, a, a, a, a}; }
+static inline vi add_i(const vi& a, const vi& b) { return a + b; }
+static inline vi sub_i(const vi& a, const vi& b) { return a - b; }
+static inline vf to_float(const vi& a) { return __builtin_convertvector(a, vf); }
+static inline vb load_b(const uint8_t* p) {
+    vb a;
+    memcpy(&a, p, sizeof a);
+    return a;
+}
+static inline void store_b(uint8_t* p, const vb& a) { memcpy(p, &a, sizeof a); }
+static inline vb or_b(const vb& a, const vb& b) { return a | b; }
+static inline vb and_b(const vb& a, uint8_t mask) { return a & mask; }
+// Bits may cross from one byte into the next: mask them.
+static inline vb shift_left(const vb& a, int n) { return (vb)((vus)a << (uint16_t)n); }
+static inline vb shift_right(const vb& a, int n) { return (vb)((vus)a >> (uint16_t)n); }
+static inline vb broadcast4(const int8_t* p) {
+    int32_t word;
+    memcpy(&word, p, sizeof word);
+    return (vb)set1_i(word);
+}
+
+// The even and odd bytes' products in int16 (at most 128 · 127), added up in int32. Codes of less than 8 bits are
+// positive as signed bytes.
+template <int BITS>
+struct Dot {
+    static constexpr int STEPS = 8;
+    static constexpr int CODE_OFFSET = 0;
+    using Part = vi;
+    static inline vi first(const vb& w, const vb& x) {
+        const vs even = ((vs)((vus)w << 8) >> 8) * ((vs)((vus)x << 8) >> 8);
+        const vs odd = ((vs)w >> 8) * ((vs)x >> 8);
+        return (((vi)((vu)even << 16) >> 16) + ((vi)even >> 16)) + (((vi)((vu)odd << 16) >> 16) + ((vi)odd >> 16));
+    }
+    static inline vi more(const vi& part, const vb& w, const vb& x) { return part + first(w, x); }
+    static inline vi widen(const vi& part) { return part; }
+};
+
+static inline vi times_sum(const BlockSums& sums, int k) { return set1_i(k * (sums.half[0] + sums.half[1])); }
+static inline vi times_half_sum(const BlockSums& sums, int half, int k) { return set1_i(k * sums.half[half]); }
+static inline vi load_factors(const uint8_t* p) {
+    vi a;
+    for (int i = 0; i < LANES; i++) a[i] = p[i];
+    return a;
+}
+static inline vi times_sum(const BlockSums& sums, const vi& factors) {
+    return factors * (sums.half[0] + sums.half[1]);
+}
+
+constexpr int BLOCK_VECTORS = 32 / LANES;
+static inline void store_codes(int8_t* codes, BlockSums* sums, const vf* a) {
+    for (int half = 0; half < 2; half++) {
+        const vi first = to_int(a[2 * half]), last = to_int(a[2 * half + 1]);
+        int32_t sum = 0;
+        for (int i = 0; i < LANES; i++) {
+            codes[16 * half + i] = (int8_t)first[i];
+            codes[16 * half + 8 + i] = (int8_t)last[i];
+            sum += first[i] + last[i];
+        }
+        sums->half[half] = (int16_t)sum;
+    }
+}
+static inline vi abs_bits(const vf& a) { return (vi)a & 0x7fffffff; }
+static inline vi max_i(const vi& a, const vi& b) { return a > b ? a : b; }
+static inline int32_t reduce_max_i(const vi& a) {
+    int32_t m = a[0];
+    for (int i = 1; i < LANES; i++) m = m > a[i] ? m : a[i];
+    return m;
+}
+
 }  // namespace sol::SOL_NS
