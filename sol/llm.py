@@ -9,7 +9,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from sol.config import DEFAULT_MODEL, EngineConfig
+from sol.config import DEFAULT_MODEL, EngineConfig, Quantization
 from sol.engine.types import FinishReason
 from sol.errors import ConfigError, RequestError
 from sol.interrupt import Interrupt
@@ -65,31 +65,26 @@ class PromptOutput:
 class LLM:
     """A model, loaded and ready.
 
-    Options are `sol.config.EngineConfig`'s, under vLLM's names. `quantization` and `speculation` have one value each
-    so far, None and "off"; any other is a `ConfigError`.
+    Options are `sol.config.EngineConfig`'s, under vLLM's names. `quantization` is None (as the checkpoint is), "int8"
+    or "int4" (quantise a full-precision checkpoint as it is loaded), or what the checkpoint has to be quantised with.
+    `speculation` has one value so far, "off"; any other is a `ConfigError`.
     """
 
     def __init__(
         self,
         model: str = DEFAULT_MODEL,
         *,
-        quantization: None = None,
+        quantization: Quantization | None = None,
         speculation: str = "off",
         **options: Any,
     ) -> None:
-        if quantization is not None:
-            raise ConfigError(
-                f"quantization must be None, not {quantization!r}: Sol reads quantised GGUF files, and computes in "
-                "floating point",
-                param="quantization",
-            )
         if speculation != "off":
             raise ConfigError(f'speculation must be "off", not {speculation!r}', param="speculation")
-        unknown = sorted(set(options) - {f for f in EngineConfig.__dataclass_fields__ if f != "model"})
+        unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
         if unknown:
             known = ", ".join(f for f in EngineConfig.__dataclass_fields__)
             raise ConfigError(f"LLM has no option {unknown[0]}; it knows {known}", param=unknown[0])
-        self._engine = LocalEngine(EngineConfig(model=model, **options))
+        self._engine = LocalEngine(EngineConfig(model=model, quantization=quantization, **options))
         self._num_requests = 0
 
     def get_tokenizer(self) -> Tokenizer:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from sol.engine.core import EngineCore
 from sol.engine.types import EngineRequest, SchedulerOutput, StepOutput
 from sol.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError, SolError
 from sol.llm import CompletionOutput
+from sol.ops import RaggedBatch
 
 VOCAB = 320
 TEMPLATE = (
@@ -180,7 +182,7 @@ def test_wrong_calls_say_what_is_wrong(llm: LLM, model_path: str) -> None:
         with pytest.raises(RequestError, match=message):
             llm.generate(prompts, params, use_tqdm=False)
     for options, message in (
-        ({"quantization": "fp8"}, "quantization must be None"),
+        ({"quantization": "fp8"}, "quantization must be one of awq, gptq"),
         ({"speculation": "ngram"}, 'speculation must be "off"'),
         ({"tensor_parallel_size": 2}, "no option tensor_parallel_size"),
         ({"max_model_len": 513}, "made for at most 512"),
@@ -261,14 +263,20 @@ def test_an_engine_that_fails_says_so_then_and_later(model_path: str, monkeypatc
 
 def test_logits_that_are_not_finite_end_the_call_and_not_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     core: EngineCore = llm._engine._client._core
-    embedding = core._runner._program.embedding
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     expected = llm.generate("w5", params, use_tqdm=False)[0].outputs
-    kept = embedding[300].clone()
-    embedding[300] = float("nan")
-    with pytest.raises(SolError, match="not finite") as caught:
-        llm.generate(["w5", "w300"], params, use_tqdm=False)
-    embedding[300] = kept
+    [poisoned] = llm.get_tokenizer().encode("w300")[-1:]
+    forward = core._runner._executor.forward
+
+    def fail(batch: RaggedBatch) -> torch.Tensor:
+        logits = forward(batch)
+        logits[batch.token_ids[batch.logits_rows] == poisoned] = float("nan")
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core._runner, "_executor", SimpleNamespace(forward=fail))
+        with pytest.raises(SolError, match="not finite") as caught:
+            llm.generate(["w5", "w300"], params, use_tqdm=False)
     assert caught.value.status == 500
     assert llm.generate("w5", params, use_tqdm=False)[0].outputs == expected
     core.check_integrity()

@@ -10,9 +10,13 @@ from typing import Protocol
 
 import torch
 
-from sol.models.config import load_model_config
+from sol.config import Quantization
+from sol.models.config import ModelConfig, load_model_config
 from sol.models.dummy_checkpoint import DummyCheckpoint
 from sol.models.gguf_checkpoint import GGUFCheckpoint
+from sol.models.quantization_config import check_request
+from sol.models.quantized_checkpoint import QuantizedCheckpoint
+from sol.models.requantized_checkpoint import RequantizedCheckpoint
 from sol.models.safetensors_files import SafetensorsFiles
 from sol.models.source import ModelFiles
 from sol.ops.weights import Dense, Stored
@@ -30,7 +34,7 @@ class Checkpoint(Protocol):
         ...
 
     def stored_nbytes(self, name: str) -> int:
-        """The bytes a parameter takes in its file (for a quantised one, fewer than loaded)."""
+        """The bytes a parameter takes as `stored` gives it (for a quantised one, fewer than loaded)."""
         ...
 
     @property
@@ -50,14 +54,27 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(files: ModelFiles) -> Checkpoint:
-    """Opens the weights that `files` names, in the way that `files.load_format` says."""
+def open_checkpoint(files: ModelFiles, quantization: Quantization | None = None) -> Checkpoint:
+    """Opens the weights that `files` names, in the way that `files.load_format` says.
+
+    `quantization` is `EngineConfig`'s: with int8 and int4, matrices are quantised as they are read. `ConfigError` if it
+    does not go with the checkpoint.
+    """
+    config = load_model_config(files)
+    check_request(quantization, config.quantization, files.name)
+    checkpoint = _open(files, config)
+    if quantization == "int8" or quantization == "int4":
+        return RequantizedCheckpoint(checkpoint, quantization)
+    return checkpoint
+
+
+def _open(files: ModelFiles, config: ModelConfig) -> Checkpoint:
     if files.load_format == "dummy":
-        return DummyCheckpoint(load_model_config(files))
+        return DummyCheckpoint(config)
     if files.load_format == "gguf":
         assert files.gguf is not None
-        return GGUFCheckpoint(files.gguf, load_model_config(files))
-    return SafetensorsCheckpoint(files)
+        return GGUFCheckpoint(files.gguf, config)
+    return SafetensorsCheckpoint(files) if config.quantization is None else QuantizedCheckpoint(files, config)
 
 
 class SafetensorsCheckpoint:

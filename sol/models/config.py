@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from sol.errors import CheckpointError
+from sol.models.quantization_config import QuantizationConfig
 
 if TYPE_CHECKING:
     from sol.models.source import ModelFiles
@@ -69,6 +70,8 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """From generation_config.json where there is one (Llama 3 lists several), else from config.json or the GGUF."""
+    quantization: QuantizationConfig | None = None
+    """How the matrices are stored; None: in full precision."""
 
 
 def load_model_config(files: ModelFiles) -> ModelConfig:

@@ -12,8 +12,10 @@ from sol.errors import CheckpointError, UnsupportedModelError
 from sol.models.config import LinearRopeScaling, ModelConfig, RopeFactors
 from sol.models.fields import Fields
 from sol.models.gguf import GGUFFile
+from sol.models.quantization_config import QuantizationConfig
 
 _PREFIX: Final = "llama."
+_FLOATING: Final = frozenset(("F32", "F16", "BF16"))
 
 _READ: Final = frozenset(
     {
@@ -106,6 +108,7 @@ def read(path: Path) -> ModelConfig:
         attention_bias=_has_bias(file, "attn_(q|k|v|output)"),
         mlp_bias=_has_bias(file, "ffn_(gate|up|down)"),
         torch_dtype=_dtype(file),
+        quantization=QuantizationConfig(method="gguf") if _types(file) - _FLOATING else None,
         bos_token_id=next(iter(tokens.token_ids("tokenizer.ggml.bos_token_id", vocab_size)), None),
         eos_token_ids=_eos_token_ids(tokens, vocab_size),
     )
@@ -205,8 +208,12 @@ def _has_bias(file: GGUFFile, modules: str) -> bool:
     return any(pattern.fullmatch(name) for name in file.tensors)
 
 
+def _types(file: GGUFFile) -> set[str]:
+    return {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
+
+
 def _dtype(file: GGUFFile) -> str:
-    types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    types = _types(file)
     if "BF16" in types:
         return "bfloat16"
     return "float32" if types == {"F32"} else "float16"

@@ -10,6 +10,7 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 
 from sol.errors import CheckpointError, UnsupportedModelError
+from sol.models import quantization_config
 from sol.models.config import SUPPORTED_ARCHITECTURES, LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from sol.models.fields import Fields, read_json_object
 from sol.models.source import ModelFiles
@@ -19,8 +20,7 @@ _SAFETENSORS_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloa
 _ROPE_TYPES: Final = ("default", "linear", "llama3")
 
 _REFUSED: Final = {
-    "quantization_config": "quantised safetensors",
-    "compression_config": "quantised safetensors",
+    "compression_config": "weights quantised by an early version of compressed-tensors",
     "sliding_window": "sliding-window attention",
     "attention_chunk_size": "chunked attention",
     "num_local_experts": "a mixture of experts",
@@ -45,6 +45,7 @@ def read(files: ModelFiles) -> ModelConfig:
         )
     vocab_size = fields.integer("vocab_size")
     theta, scaling = _rope(fields)
+    quantized = fields.values.get("quantization_config")
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=vocab_size,
@@ -64,6 +65,7 @@ def read(files: ModelFiles) -> ModelConfig:
         torch_dtype=_dtype(fields, files),
         bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
         eos_token_ids=_eos_token_ids(fields, files, vocab_size),
+        quantization=quantization_config.read(quantized, fields.origin) if quantized is not None else None,
     )
 
 
