@@ -3,6 +3,11 @@
 
 #include <immintrin.h>
 
+#if defined(__GNUC__) && !defined(__clang__)  // GCC's own header, of results it calls undefined (its bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 namespace sol::SOL_NS {
 
 constexpr int LANES = 16;
