@@ -83,6 +83,9 @@ static inline vb broadcast4(const int8_t* p) {  // the same 4 bytes for every ro
     return _mm256_set1_epi32(word);
 }
 
+// Stops GCC from turning a chain of additions into a tree, whose products do not fit into the registers.
+#define SOL_IN_ORDER(v) __asm__("" : "+x"(v))
+
 // Dot products of unsigned codes below 2^BITS with activations. A Part is what STEPS steps may be added up in: here
 // int16 sums of two products, 2^BITS - 1 times 127 each.
 template <int BITS>
@@ -91,7 +94,11 @@ struct Dot {
     static constexpr int CODE_OFFSET = 0;
     using Part = __m256i;
     static inline Part first(vb w, vb x) { return _mm256_maddubs_epi16(w, x); }
-    static inline Part more(Part part, vb w, vb x) { return _mm256_add_epi16(part, _mm256_maddubs_epi16(w, x)); }
+    static inline Part more(Part part, vb w, vb x) {
+        part = _mm256_add_epi16(part, _mm256_maddubs_epi16(w, x));
+        SOL_IN_ORDER(part);
+        return part;
+    }
     static inline vi widen(Part part) { return _mm256_madd_epi16(part, _mm256_set1_epi16(1)); }
 };
 

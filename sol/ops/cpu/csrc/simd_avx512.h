@@ -114,6 +114,9 @@ struct Dot<8> {
 
 #else
 
+// Stops GCC from turning a chain of additions into a tree, whose products do not fit into the registers.
+#define SOL_IN_ORDER(v) __asm__("" : "+v"(v))
+
 // Dot products of unsigned codes below 2^BITS with activations. A Part is what STEPS steps may be added up in: here
 // int16 sums of two products, 2^BITS - 1 times 127 each.
 template <int BITS>
@@ -122,7 +125,11 @@ struct Dot {
     static constexpr int CODE_OFFSET = 0;
     using Part = __m512i;
     static inline Part first(vb w, vb x) { return _mm512_maddubs_epi16(w, x); }
-    static inline Part more(Part part, vb w, vb x) { return _mm512_add_epi16(part, _mm512_maddubs_epi16(w, x)); }
+    static inline Part more(Part part, vb w, vb x) {
+        part = _mm512_add_epi16(part, _mm512_maddubs_epi16(w, x));
+        SOL_IN_ORDER(part);
+        return part;
+    }
     static inline vi widen(Part part) { return _mm512_madd_epi16(part, _mm512_set1_epi16(1)); }
 };
 
