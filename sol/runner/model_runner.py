@@ -45,37 +45,41 @@ class ModelRunner:
         return result
 
     def run_worst_case(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
-        """The largest step there can be, once, before anybody waits: it must fit, and first calls are slow.
-
-        Its requests are of equal lengths, share the cache's first blocks (what they compute is not used), and every
-        one of them is sampled from the whole vocabulary with logprobs.
-        """
+        """The largest step there can be, once, before anybody waits: it must fit, and first calls are slow."""
         capacity = min(max_model_len, self._num_blocks * self._block_size)
-        length = max(1, min(max_num_batched_tokens // max_num_seqs, capacity))
-        first = min(max_num_batched_tokens - length * (max_num_seqs - 1), capacity)
-        params = SamplingParams(logprobs=0)
-        requests = []
-        for index in range(max_num_seqs):
-            count = first if index == 0 else length
-            requests.append(
-                NewRequestData(
-                    request_id=f"worst-case-{index}",
-                    token_ids=[0] * count,
-                    num_prompt_tokens=count,
-                    num_computed_tokens=0,
-                    block_ids=list(range(-(-count // self._block_size))),
-                    params=params,
-                    seed=0,
-                    choice_index=0,
-                    eos_token_ids=[],
-                )
-            )
-        self.execute(
-            SchedulerOutput(
-                num_scheduled_tokens={r.request_id: len(r.token_ids) for r in requests},
-                new_requests=requests,
-                cached_requests=[],
-                removed_request_ids=[],
+        plan = worst_case(max_num_seqs, max_num_batched_tokens, capacity, self._block_size)
+        self.execute(plan)
+        self._batch.remove([new.request_id for new in plan.new_requests])
+
+
+def worst_case(max_num_seqs: int, max_num_batched_tokens: int, capacity: int, block_size: int) -> SchedulerOutput:
+    """A step as large as there can be, of requests of at most `capacity` tokens.
+
+    They are of equal lengths, share the cache's first blocks (what they compute is not used), and every one of them
+    is sampled from the whole vocabulary with logprobs.
+    """
+    length = max(1, min(max_num_batched_tokens // max_num_seqs, capacity))
+    first = min(max_num_batched_tokens - length * (max_num_seqs - 1), capacity)
+    params = SamplingParams(logprobs=0)
+    requests = []
+    for index in range(max_num_seqs):
+        count = first if index == 0 else length
+        requests.append(
+            NewRequestData(
+                request_id=f"worst-case-{index}",
+                token_ids=[0] * count,
+                num_prompt_tokens=count,
+                num_computed_tokens=0,
+                block_ids=list(range(-(-count // block_size))),
+                params=params,
+                seed=0,
+                choice_index=0,
+                eos_token_ids=[],
             )
         )
-        self._batch.remove([r.request_id for r in requests])
+    return SchedulerOutput(
+        num_scheduled_tokens={r.request_id: len(r.token_ids) for r in requests},
+        new_requests=requests,
+        cached_requests=[],
+        removed_request_ids=[],
+    )

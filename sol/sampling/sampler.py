@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from sol.engine.types import TokenLogprobs
 from sol.sampling.noise import gumbel, stream_key
 from sol.sampling.processing import SamplingRow, adjust, candidates
+
+NOT_FINITE_MESSAGE: Final = "the model's logits are not finite: its weights or its dtype overflow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     return [
         SampledToken(token_id=token_id, logprobs=logprobs.get(index))
         if finite[index]
-        else SampledToken(token_id=-1, error="the model's logits are not finite: its weights or its dtype overflow")
+        else SampledToken(token_id=-1, error=NOT_FINITE_MESSAGE)
         for index, token_id in enumerate(token_ids)
     ]
 

@@ -1,0 +1,274 @@
+"""Carries out plans on a GPU without waiting for it: the host works on the next step while the device computes one.
+
+A step whose rows all compute one token is a decode step. Its inputs are four numbers a row, copied at once; all else
+(positions, slots, forward pass, sampling, the next step's tokens) happens on the device, in a CUDA graph where one was
+captured for that many rows. Any other step is launched op by op.
+
+A result is read when it is asked for. Until then the tokens it samples are known to the device alone, and the steps
+after it take them from there. Rows whose sampling depends on what the host knows (penalties, logprobs …) are sampled
+by the host's sampler, which waits for the steps before it; their neighbours are not affected.
+
+On a CPU the same code runs on torch's twins of the kernels, without graphs: that is what its tests do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sol.engine.types import SchedulerOutput, StepOutput
+from sol.ops import KVCache, Program
+from sol.ops.gpu.batch import DeviceBatch
+from sol.ops.program import Ops, run
+from sol.runner.decode_graphs import DecodeGraphs, decode_buckets
+from sol.runner.device_rows import DeviceRows, pack_parameters
+from sol.runner.input_batch import HeldRequest
+from sol.runner.model_runner import worst_case
+from sol.runner.staging import Staging
+from sol.sampling import batched
+from sol.sampling.sampler import NOT_FINITE_MESSAGE, SampledToken, sample
+
+_Ints = npt.NDArray[np.int64]
+
+UNKNOWN: Final = -1
+"""In place of a token id or a block id: what the device has."""
+
+
+class _Row:
+    """A request that the runner holds."""
+
+    __slots__ = ("entry", "held", "new_block", "num_planned_tokens")
+
+    def __init__(self, held: HeldRequest, entry: int) -> None:
+        self.held = held
+        self.entry = entry
+        """Of `DeviceRows`"""
+        self.new_block = UNKNOWN
+        """The block that the latest plan gave it"""
+        self.num_planned_tokens = held.num_tokens
+        """With those that steps sample which are not read yet"""
+
+
+class _Step:
+    """A step that was started."""
+
+    def __init__(self, sampled: list[tuple[str, _Row, int]], wait: Callable[[], list[int]]) -> None:
+        self.sampled = sampled
+        """Request, row, and its place among the step's tokens"""
+        self.by_host: dict[int, SampledToken] = {}
+        """By place: what the host sampled"""
+        self.output: StepOutput | None = None
+        self._wait = wait
+
+    def read(self) -> StepOutput:
+        """Wait for the step's end, and let the rows know their tokens. Steps must be read in order."""
+        if self.output is not None:
+            return self.output
+        tokens = self._wait() if self.sampled else []
+        output = StepOutput(sampled_token_ids={}, logprobs={}, errors={})
+        for request_id, row, place in self.sampled:
+            by_host = self.by_host.get(place)
+            token_id = tokens[place] if by_host is None else by_host.token_id
+            if token_id == batched.NOT_FINITE:
+                output.errors[request_id] = NOT_FINITE_MESSAGE
+                continue
+            row.held.output_token_ids.append(token_id)
+            output.sampled_token_ids[request_id] = [token_id]
+            if by_host is not None and by_host.logprobs is not None:
+                output.logprobs[request_id] = [by_host.logprobs]
+        self.output = output
+        return output
+
+
+class GpuRunner:
+    """Implements `sol.engine.core.Runner`. The cache has one block more than the engine knows: the scratch block."""
+
+    def __init__(
+        self,
+        program: Program,
+        ops: Ops,
+        kv_cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self._program, self._ops, self._kv_cache = program, ops, kv_cache
+        self._block_size = kv_cache.block_size
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._device = device
+        max_blocks = -(-max_model_len // self._block_size)
+        self._entries = DeviceRows(max_num_seqs, max_blocks, kv_cache.num_blocks - 1, device)
+        self._rows: dict[str, _Row] = {}
+        self._unread: deque[_Step] = deque()
+        self._staging = Staging(device)
+        self._graphs = DecodeGraphs(program, ops, kv_cache, self._entries, max_num_seqs, max_model_len, device)
+
+    # ── start-up ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.inference_mode()
+    def run_worst_case(self) -> None:
+        """The largest step there can be, once, before anybody waits: it must fit, and first calls are slow."""
+        capacity = min(self._max_model_len, (self._kv_cache.num_blocks - 1) * self._block_size)
+        plan = worst_case(self._max_num_seqs, self._max_num_batched_tokens, capacity, self._block_size)
+        self.execute(plan)
+        self._remove([new.request_id for new in plan.new_requests])
+
+    @torch.inference_mode()
+    def capture(self, buckets: Sequence[int] | None = None) -> None:
+        """CUDA graphs of decode steps of so many rows; by default of all the sizes that are worth one."""
+        self._graphs.capture(decode_buckets(self._max_num_seqs) if buckets is None else buckets)
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def execute(self, plan: SchedulerOutput) -> StepOutput:
+        return self.submit(plan)()
+
+    @torch.inference_mode()
+    def submit(self, plan: SchedulerOutput) -> Callable[[], StepOutput]:
+        self._apply(plan)
+        counts = plan.num_scheduled_tokens
+        rows = [self._rows[request_id] for request_id in counts]
+        sampled = []
+        for place, ((request_id, count), row) in enumerate(zip(counts.items(), rows, strict=True)):
+            if row.held.num_computed_tokens + count == row.num_planned_tokens:
+                row.num_planned_tokens += 1
+                sampled.append((request_id, row, place))
+        if len(rows) <= self._max_num_seqs and not plan.new_requests and all(c == 1 for c in counts.values()):
+            logits, token_ids = self._decode(rows)
+        else:
+            logits, token_ids = self._ragged(plan, rows, [place for _, _, place in sampled])
+            sampled = [(request_id, row, place) for place, (request_id, row, _) in enumerate(sampled)]
+        # Copied before the next step may overwrite it, and before the host's sampler waits for anything.
+        step = _Step(sampled, self._staging.read_later(token_ids))
+        self._sample_by_host(step, logits)
+        self._unread.append(step)
+        return lambda: self._read(step)
+
+    def _read(self, step: _Step) -> StepOutput:
+        while step.output is None:
+            self._unread.popleft().read()
+        return step.read()
+
+    def _decode(self, rows: list[_Row]) -> tuple[torch.Tensor, torch.Tensor]:
+        count = len(rows)
+        size = self._graphs.padded(count)
+        with self._staging.write(4 * size) as buffer:
+            inputs = buffer.reshape(4, size)
+            inputs[:, count:] = ((self._entries.padding,), (0,), (1,), (UNKNOWN,))
+            inputs[0, :count] = [row.entry for row in rows]
+            inputs[1, :count] = [self._token(row) for row in rows]
+            inputs[2, :count] = [row.held.num_computed_tokens + 1 for row in rows]
+            inputs[3, :count] = [row.new_block for row in rows]
+        self._staging.copy_to(self._graphs.inputs(size))
+        return self._graphs.run(size)
+
+    def _token(self, row: _Row) -> int:
+        held = row.held
+        start = held.num_computed_tokens
+        return int(held.tokens(start, start + 1)[0]) if start < held.num_tokens else UNKNOWN
+
+    def _ragged(self, plan: SchedulerOutput, rows: list[_Row], sampled: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One launch after the other. `sampled` says which rows are; logits and tokens are those rows'."""
+        counts = list(plan.num_scheduled_tokens.values())
+        block_size = self._block_size
+        ends = np.cumsum(counts)
+        seq_lens = np.array([row.held.num_computed_tokens + c for row, c in zip(rows, counts, strict=True)])
+        spans, tokens, slots, unknown = [], [], [], []
+        width = max(len(row.held.block_ids) for row in rows)
+        table = np.zeros((len(rows), width), dtype=np.int64)
+        for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            start = row.held.num_computed_tokens
+            span = np.arange(start, start + count, dtype=np.int64)
+            block_ids = row.held.block_ids
+            table[index, : len(block_ids)] = block_ids
+            spans.append(span)
+            slots.append(block_ids[span // block_size] * block_size + span % block_size)
+            if start < row.held.num_tokens:
+                tokens.append(row.held.tokens(start, start + count))
+            else:
+                tokens.append(np.zeros(1, dtype=np.int64))
+                unknown.append((ends[index] - 1, row.entry))
+        entries = np.array([row.entry for row in rows])
+        added = [self._rows[new.request_id] for new in plan.new_requests]
+        parts = self._staging.send(
+            np.concatenate(tokens),
+            np.concatenate(spans),
+            np.concatenate(slots),
+            table,
+            np.concatenate([[0], ends]),
+            seq_lens,
+            entries,
+            ends[sampled] - 1,
+            entries[sampled],
+            seq_lens[sampled],
+            np.array(unknown, dtype=np.int64).reshape(-1, 2).T,
+            np.array([row.entry for row in added], dtype=np.int64),
+            pack_parameters([row.held.row for row in added]) if added else np.zeros((6, 0), dtype=np.int64),
+        )
+        token_ids, positions, slot_mapping, blocks, starts, lengths, places, ends_at, who, how_long = parts[:10]
+        (where, whose), new_entries, parameters = parts[10:]
+        if unknown:
+            token_ids.index_copy_(0, where, self._entries.last_token_ids[whose])
+        if added:
+            self._entries.set_parameters(new_entries, parameters)
+        blocks = blocks.int()
+        self._entries.block_table[:, :width].index_copy_(0, places, blocks)
+        batch: Any = DeviceBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            block_table=blocks,
+            query_start_loc=starts.int(),
+            seq_lens=lengths.int(),
+            logits_rows=ends_at,
+            max_query_len=max(counts),
+            max_seq_len=int(seq_lens.max()),
+        )
+        logits = run(self._program, self._ops, batch, self._kv_cache)
+        return logits, self._graphs.sample(logits, who, how_long.int())
+
+    def _sample_by_host(self, step: _Step, logits: torch.Tensor) -> None:
+        by_host = [
+            (row, place)
+            for _, row, place in step.sampled
+            if batched.needs_host(row.held.row, row.num_planned_tokens - 1 - len(row.held.prompt_token_ids))
+        ]
+        if not by_host:
+            return
+        while self._unread:
+            self._unread.popleft().read()
+        places = [place for _, place in by_host]
+        tokens = sample(logits[places], [row.held.row for row, _ in by_host])
+        step.by_host = dict(zip(places, tokens, strict=True))
+        (entries, token_ids) = self._staging.send(
+            np.array([row.entry for row, _ in by_host]), np.array([max(0, token.token_id) for token in tokens])
+        )
+        self._entries.last_token_ids.index_copy_(0, entries, token_ids)
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        self._remove(plan.removed_request_ids)
+        for new in plan.new_requests:
+            if new.request_id in self._rows:
+                raise RuntimeError(f"the plan adds {new.request_id!r}, which the runner holds already")
+            self._rows[new.request_id] = _Row(HeldRequest(new), self._entries.take())
+        for cached in plan.cached_requests:
+            row = self._rows[cached.request_id]
+            row.held.update(cached)
+            row.new_block = cached.new_block_ids[-1] if cached.new_block_ids else UNKNOWN
+
+    def _remove(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            row = self._rows.pop(request_id, None)
+            if row is not None:
+                self._entries.give_back(row.entry)

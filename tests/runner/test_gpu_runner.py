@@ -1,0 +1,230 @@
+"""The runner that does not wait, on torch's twins of its kernels: the tokens are those of the runner that does."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from sol.config import SchedulerConfig
+from sol.engine.core import EngineCore
+from sol.engine.scheduler import Scheduler
+from sol.engine.types import EngineInfo, EngineRequest, RequestOutput
+from sol.ops import Dense, EagerExecutor, KVCache, Linear, Norm, Program, RaggedBatch, Rope
+from sol.ops.gpu.batch import DeviceBatch
+from sol.ops.program import AttentionInput, MlpInput, PagedAttention, ProjectResidual
+from sol.ops.reference import ReferenceOps
+from sol.runner.decode_graphs import LARGEST, decode_buckets
+from sol.runner.gpu_runner import GpuRunner
+from sol.runner.model_runner import ModelRunner
+from sol.sampling_params import SamplingParams
+
+VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE, LAYERS, BLOCK = 97, 32, 4, 2, 8, 2, 4
+CPU = torch.device("cpu")
+CONFIG = SchedulerConfig(
+    max_model_len=64,
+    max_num_seqs=5,
+    max_num_batched_tokens=24,
+    max_num_prefill_tokens=16,
+    block_size=BLOCK,
+    num_blocks=30,
+    enable_prefix_caching=True,
+)
+
+
+class DeviceReferenceOps(ReferenceOps):
+    """Reads on the host what a kernel reads on the device."""
+
+    def prepare(self, program: Program, batch: Any, kv_cache: KVCache) -> Any:
+        assert isinstance(batch, DeviceBatch)
+        starts = batch.query_start_loc.tolist()
+        query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
+        assert max(query_lens) == batch.max_query_len
+        assert int(batch.seq_lens.max()) <= batch.max_seq_len
+        ragged = RaggedBatch(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            block_table=batch.block_table.long(),
+            query_lens=query_lens,
+            seq_lens=batch.seq_lens.tolist(),
+            logits_rows=torch.arange(0),
+        )
+        return super().prepare(program, ragged, kv_cache)
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    generator = torch.Generator().manual_seed(3)
+
+    def matrix(rows: int, columns: int) -> Linear:
+        return Linear((Dense(torch.randn(rows, columns, generator=generator) * 1.5 * columns**-0.5),))
+
+    angles = torch.outer(torch.arange(64).float(), 0.5 ** torch.arange(SIZE // 2).float())
+    rope = Rope(cos=angles.cos(), sin=angles.sin())
+    norm = Norm(torch.ones(HIDDEN), 1e-5)
+    body: list[Any] = []
+    for layer in range(LAYERS):
+        body += [
+            AttentionInput(layer=layer, norm=norm, qkv=matrix((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN), rope=rope),
+            PagedAttention(layer=layer, scale=SIZE**-0.5),
+            ProjectResidual(matrix(HIDDEN, HEADS * SIZE)),
+            MlpInput(norm=norm, gate_up=matrix(2 * HIDDEN, HIDDEN)),
+            ProjectResidual(matrix(HIDDEN, HIDDEN)),
+        ]
+    return Program(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=SIZE,
+        embedding=Dense(torch.randn(VOCAB, HIDDEN, generator=generator)),
+        body=tuple(body),
+        final_norm=norm,
+        head=matrix(VOCAB, HIDDEN),
+    )
+
+
+def make_cache(num_blocks: int) -> KVCache:
+    # What nobody wrote is poison: reading it shows.
+    return KVCache(torch.full((LAYERS, 2, num_blocks, BLOCK, KV_HEADS, SIZE), torch.nan))
+
+
+def gpu_runner(program: Program, config: SchedulerConfig) -> GpuRunner:
+    return GpuRunner(
+        program,
+        DeviceReferenceOps(),
+        make_cache(config.num_blocks + 1),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        device=CPU,
+    )
+
+
+def model_runner(program: Program, config: SchedulerConfig) -> ModelRunner:
+    executor = EagerExecutor(program, ReferenceOps(), make_cache(config.num_blocks))
+    return ModelRunner(executor, block_size=BLOCK, num_blocks=config.num_blocks, device=CPU)
+
+
+def make_core(runner: Any, config: SchedulerConfig, work_ahead: int) -> EngineCore:
+    info = EngineInfo(
+        model="tiny",
+        device="cpu",
+        dtype="float32",
+        vocab_size=VOCAB,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=BLOCK,
+        num_blocks=config.num_blocks,
+        weight_bytes=0,
+        kv_cache_bytes=0,
+        load_seconds=0.0,
+    )
+    return EngineCore(Scheduler(config), runner, info, work_ahead=work_ahead)
+
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "max_tokens": 1},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"temperature": 0.0, "frequency_penalty": 0.7},
+    {"temperature": 1.0, "logprobs": 2},
+    {"temperature": 1.0, "min_tokens": 4, "stop_token_ids": list(range(0, 90, 3))},
+    {"temperature": 1.0, "stop_token_ids": list(range(0, 90, 5))},
+    {"temperature": 1.0, "logit_bias": {7: 4.0}},
+]
+
+
+def make_requests(seed: int, count: int) -> list[EngineRequest]:
+    rng = random.Random(seed)
+    texts = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
+    requests = []
+    for index in range(count):
+        prompt = rng.choice(texts)[: rng.randrange(0, 36)] + [rng.randrange(VOCAB)]
+        params = SamplingParams(**({"max_tokens": rng.randrange(4, 24)} | KINDS[(seed + index) % len(KINDS)]))
+        requests.append(
+            EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, params=params, seed=index, eos_token_ids=[1])
+        )
+    return requests
+
+
+def drive(core: EngineCore, requests: list[EngineRequest], seed: int) -> dict[str, list[RequestOutput]]:
+    """Requests arrive and are aborted at any time; what each gets. Times differ with `work_ahead`, so aborts do."""
+    rng = random.Random(seed)
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    waiting = list(requests)
+    while waiting or core.has_work:
+        if waiting and rng.random() < 0.5:
+            core.add([waiting.pop()])
+        if rng.random() < 0.04:
+            core.abort([rng.choice(requests).request_id])
+        for output in core.step().outputs:
+            outputs[output.request_id].append(output)
+        assert core.dead is None
+        core.check_integrity()
+    return outputs
+
+
+def tokens(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("work_ahead", [0, 1])
+def test_tokens_are_those_of_the_runner_that_waits(program: Program, seed: int, work_ahead: int) -> None:
+    requests = make_requests(seed, 14)
+    # A cache of 30 blocks lets requests be preempted; alone, each has its own.
+    core = make_core(gpu_runner(program, CONFIG), CONFIG, work_ahead)
+    found = drive(core, requests, seed)
+    for request in requests:
+        alone = make_core(model_runner(program, CONFIG), CONFIG, 0)
+        alone.add([request])
+        wanted = []
+        while alone.has_work:
+            wanted += alone.step().outputs
+        got = found[request.request_id]
+        if got[-1].finish_reason == "abort":
+            assert tokens(got) == tokens(wanted)[: len(tokens(got))]
+            continue
+        assert (tokens(got), got[-1].finish_reason) == (tokens(wanted), wanted[-1].finish_reason)
+        if request.params.logprobs is not None:
+            values = [p.logprob for o in got for p in o.logprobs or []]
+            assert values == pytest.approx([p.logprob for o in wanted for p in o.logprobs or []], abs=1e-4)
+
+
+def test_a_row_that_is_not_a_number_fails_alone(program: Program) -> None:
+    runner = gpu_runner(program, CONFIG)
+    core = make_core(runner, CONFIG, 1)
+    core.add([EngineRequest(request_id="good", prompt_token_ids=[5, 6], params=SamplingParams(max_tokens=9), seed=1)])
+    core.add([EngineRequest(request_id="bad", prompt_token_ids=[7] * 9, params=SamplingParams(max_tokens=9), seed=1)])
+    last = {}
+    for number in range(100):
+        if number == 3:  # the second block of the second request
+            runner._kv_cache.data[:, :, runner._rows["bad"].held.block_ids[1]] = torch.nan
+        for output in core.step().outputs:
+            if output.finish_reason is not None:
+                last[output.request_id] = output
+        if not core.has_work:
+            break
+    assert last["good"].finish_reason == "length"
+    assert "not finite" in (last["bad"].error or "")
+
+
+def test_the_worst_case_runs_and_leaves_nothing(program: Program) -> None:
+    runner = gpu_runner(program, CONFIG)
+    runner.run_worst_case()
+    core = make_core(runner, CONFIG, 1)
+    assert [o[-1].finish_reason for o in drive(core, make_requests(2, 3), 2).values()]
+
+
+def test_sizes_of_graphs() -> None:
+    assert decode_buckets(1) == [1]
+    assert decode_buckets(5) == [1, 2, 4, 5]
+    assert decode_buckets(20) == [1, 2, 4, 8, 16, 20]
+    assert decode_buckets(256)[-3:] == [240, 248, 256]
+    assert decode_buckets(4096)[-1] == LARGEST
