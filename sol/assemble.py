@@ -9,12 +9,12 @@ import functools
 import logging
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from sol.config import EngineConfig, SchedulerConfig
-from sol.engine.core import EngineCore
+from sol.engine.core import EngineCore, Runner
 from sol.engine.scheduler import Scheduler
 from sol.engine.types import EngineInfo
 from sol.errors import ConfigError
@@ -22,6 +22,7 @@ from sol.models.checkpoint import Checkpoint, open_checkpoint
 from sol.models.config import ModelConfig, load_model_config
 from sol.models.dummy_checkpoint import parameter_shapes
 from sol.models.packed_cache import CpuPacker, Source, packed_nbytes
+from sol.models.quantization_config import REQUANTIZING
 from sol.models.registry import load_program
 from sol.models.source import ModelFiles, resolve
 from sol.ops import EagerExecutor, Executor, KVCache
@@ -31,7 +32,10 @@ from sol.ops.reference import ReferenceOps
 from sol.runner import cpu_kernels
 from sol.runner.cpu_kernels import CpuKernels, check_kv_cache_dtype, choose_kernels, pinned_cores, unavailable
 from sol.runner.device import num_threads, resolve_device, resolve_dtype
+from sol.runner.gpu import build_gpu_runner
+from sol.runner.gpu_runner import GpuRunner
 from sol.runner.memory import (
+    DeviceMemory,
     MemoryPlan,
     allocate_kv_cache,
     device_memory,
@@ -93,7 +97,7 @@ def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
             "running request gets a token in each step",
             param="max_num_batched_tokens",
         )
-    checkpoint = open_checkpoint(files)
+    checkpoint = open_checkpoint(files, config.quantization)
     shapes = parameter_shapes(model)
     if kernels is None:
         weights = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
@@ -138,9 +142,14 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
     settled = plan(config, progress=progress)
     model, memory, device = settled.model, settled.memory, settled.device
     torch.set_num_threads(settled.threads)
-    executor, weight_bytes = _build_executor(config, settled, progress=progress)
-    runner = ModelRunner(executor, block_size=config.block_size, num_blocks=memory.num_blocks, device=device)
-    runner.run_worst_case(settled.max_num_seqs, settled.max_num_batched_tokens, memory.max_model_len)
+    runner: Runner
+    if device.type == "cuda":
+        runner, memory, weight_bytes = _build_gpu_runner(config, settled, progress=progress)
+    else:
+        executor, weight_bytes = _build_executor(config, settled, progress=progress)
+        model_runner = ModelRunner(executor, block_size=config.block_size, num_blocks=memory.num_blocks, device=device)
+        model_runner.run_worst_case(settled.max_num_seqs, settled.max_num_batched_tokens, memory.max_model_len)
+        runner = model_runner
     scheduler = Scheduler(
         SchedulerConfig(
             max_model_len=memory.max_model_len,
@@ -166,7 +175,47 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
         kv_cache_bytes=memory.kv_cache,
         load_seconds=time.monotonic() - started,
     )
-    return EngineCore(scheduler, runner, info)
+    return EngineCore(scheduler, runner, info, work_ahead=1 if device.type == "cuda" else 0)
+
+
+def _build_gpu_runner(
+    config: EngineConfig, settled: EnginePlan, *, progress: bool
+) -> tuple[GpuRunner, MemoryPlan, int]:
+    """The runner, the plan of its memory with what was measured, and the bytes of the model's weights."""
+    first = settled.memory
+    program = load_program(
+        settled.model,
+        settled.checkpoint,
+        dtype=settled.dtype,
+        device=settled.device,
+        max_positions=first.max_model_len,
+        progress=progress,
+    )
+
+    def replan(workspace: int) -> MemoryPlan:
+        memory = plan_memory(
+            config,
+            settled.model,
+            settled.device,
+            memory=DeviceMemory(total=first.total, available=first.available),
+            weights=program.weight_bytes,
+            workspace=workspace,
+            kv_per_token=first.kv_per_token,
+            max_num_seqs=settled.max_num_seqs,
+        )
+        return replace(memory, max_model_len=min(memory.max_model_len, first.max_model_len))
+
+    runner, memory = build_gpu_runner(
+        program,
+        settled.model,
+        first,
+        replan,
+        dtype=settled.dtype,
+        device=settled.device,
+        max_num_seqs=settled.max_num_seqs,
+        max_num_batched_tokens=settled.max_num_batched_tokens,
+    )
+    return runner, memory, program.weight_bytes
 
 
 def _build_executor(config: EngineConfig, settled: EnginePlan, *, progress: bool) -> tuple[Executor, int]:
@@ -183,7 +232,10 @@ def _build_executor(config: EngineConfig, settled: EnginePlan, *, progress: bool
         kv_cache = KVCache(allocate_kv_cache(memory, model, settled.dtype, settled.device))
         return EagerExecutor(program, ReferenceOps(), kv_cache), program.weight_bytes
     matrix_dtype = None if config.dtype == "auto" else settled.dtype
-    source = Source(settled.files, () if matrix_dtype is None else (config.dtype,))
+    options: list[str] = [config.dtype] if matrix_dtype is not None else []
+    if config.quantization in REQUANTIZING:
+        options.append(config.quantization)
+    source = Source(settled.files, tuple(options))
     with CpuPacker(kernels.native, kernels.isa, source, version=__version__) as packer:
         program = load(dtype=torch.float32, packer=packer, matrix_dtype=matrix_dtype)
     # From here on torch only samples: more threads of it would take the cores from the kernels' own.

@@ -117,8 +117,19 @@ class GpuRunner:
     @torch.inference_mode()
     def run_worst_case(self) -> None:
         """The largest step there can be, once, before anybody waits: it must fit, and first calls are slow."""
+        self._try(self._max_num_seqs, self._max_num_batched_tokens)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Steps of sizes for which kernels are compiled anew: that takes seconds, which no request should."""
+        for num_tokens in (1, 2, 3, 16, 17, 32, 33, 48, 49, 64, 65, 80, 129, 256, 1023):
+            for num_requests in (1, 2):
+                if num_requests <= self._max_num_seqs and num_tokens * num_requests <= self._max_num_batched_tokens:
+                    self._try(num_requests, num_tokens * num_requests)
+
+    def _try(self, num_requests: int, num_tokens: int) -> None:
         capacity = min(self._max_model_len, (self._kv_cache.num_blocks - 1) * self._block_size)
-        plan = worst_case(self._max_num_seqs, self._max_num_batched_tokens, capacity, self._block_size)
+        plan = worst_case(num_requests, num_tokens, capacity, self._block_size)
         self.execute(plan)
         self._remove([new.request_id for new in plan.new_requests])
 

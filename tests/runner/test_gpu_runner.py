@@ -145,7 +145,7 @@ def make_requests(seed: int, count: int) -> list[EngineRequest]:
     texts = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
     requests = []
     for index in range(count):
-        prompt = rng.choice(texts)[: rng.randrange(0, 36)] + [rng.randrange(VOCAB)]
+        prompt = [*rng.choice(texts)[: rng.randrange(0, 36)], rng.randrange(VOCAB)]
         params = SamplingParams(**({"max_tokens": rng.randrange(4, 24)} | KINDS[(seed + index) % len(KINDS)]))
         requests.append(
             EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, params=params, seed=index, eos_token_ids=[1])

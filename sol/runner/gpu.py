@@ -1,0 +1,88 @@
+"""An engine's runner on a GPU: kernels compiled, memory measured, graphs captured."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from sol.errors import OutOfMemoryError
+from sol.models.config import ModelConfig
+from sol.ops import KVCache, Program
+from sol.runner.decode_graphs import decode_buckets
+from sol.runner.gpu_runner import GpuRunner
+from sol.runner.memory import MemoryPlan, no_room_for_kv_cache
+
+
+def build_gpu_runner(
+    program: Program,
+    model: ModelConfig,
+    first: MemoryPlan,
+    plan: Callable[[int], MemoryPlan],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> tuple[GpuRunner, MemoryPlan]:
+    """A runner that is ready, and the plan its memory follows.
+
+    `first` was made before the weights were loaded, with a guess of the workspace. Here the largest step and the
+    largest graph run over a small cache, and what the device has lost by then, modules of compiled kernels included,
+    is the workspace that `plan` is asked about.
+    Raises `OutOfMemoryError`.
+    """
+    from sol.ops.gpu.ops import GpuOps
+
+    block_bytes = first.kv_per_token * first.block_size
+
+    def make(num_blocks: int) -> GpuRunner:
+        shape = (
+            model.num_hidden_layers,
+            2,
+            num_blocks + 1,  # the last one is for scribbling
+            first.block_size,
+            model.num_key_value_heads,
+            model.head_dim,
+        )
+        try:
+            cache = KVCache(torch.empty(shape, dtype=dtype, device=device))
+        except torch.OutOfMemoryError as error:
+            raise no_room_for_kv_cache(first, error) from error
+        return GpuRunner(
+            program,
+            GpuOps(device),
+            cache,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=first.max_model_len,
+            device=device,
+        )
+
+    try:
+        blocks = min(first.num_blocks, -(-max_num_batched_tokens // first.block_size))
+        trial = make(blocks)
+        trial.run_worst_case()
+        trial.capture(decode_buckets(max_num_seqs)[-1:])
+        torch.cuda.synchronize(device)
+        free, _ = torch.cuda.mem_get_info(device)
+        used = first.available - free - program.weight_bytes - blocks * block_bytes
+        del trial
+        gc.collect()
+        torch.cuda.empty_cache()
+        memory = plan(max(0, used))
+        runner = make(memory.num_blocks)
+        runner.run_worst_case()
+        runner.warm_up()
+        runner.capture()
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"the largest step does not fit into the GPU's memory: lower --max-num-batched-tokens or --max-num-seqs, "
+            f"or free memory ({error})",
+            param="max_num_batched_tokens",
+        ) from error
+    # What start-up made lives as long as the engine: the collector need not look at it in the middle of a step.
+    gc.collect()
+    gc.freeze()
+    return runner, memory
