@@ -1,0 +1,421 @@
+"""Paged attention in Triton: one pass over a request's keys and values for all query heads that share them.
+
+`attend_few` is for requests with few query tokens (decoding, verification): query tokens and the query heads of one
+key/value head stand together in the rows of a tile, and a long context is cut into chunks (`sol.ops.gpu.chunks`) that
+several programs work on; a second kernel adds up the chunks' results. `attend_many` is for the others (prefill, chunks
+of it): larger tiles, one program for all of a tile's context (FlashAttention-2, arXiv:2307.08691).
+
+Which of the two computes a request depends on its own number of query tokens alone. Both take a whole batch and leave
+out the requests that are the other's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sol.ops.gpu.batch import DeviceBatch
+from sol.ops.gpu.chunks import PER_LEVEL, chunk_of, chunk_start, num_chunks
+from sol.ops.gpu.launch import DOT_PRECISION, num_processors, pdl_options
+
+FEW = 16
+"""The most query tokens of a request that `attend_few` takes"""
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _attend_block(
+    q,
+    m,
+    total,
+    acc,
+    keys,
+    values,
+    table,
+    n0,
+    end,
+    position,
+    scale,
+    softcap,
+    kv_head,
+    d,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One step of online softmax: keys n0 to n0 + BLOCK_N, of which those from `end` on are not there.
+
+    q [M, BLOCK_D], m and total [M], acc [M, BLOCK_D] float32, position [M].
+    """
+    n = n0 + tl.arange(0, BLOCK_N)
+    if MASKED:
+        page = tl.load(table + n // PAGE, mask=n < end, other=0)
+    else:
+        page = tl.load(table + n // PAGE)
+    row = (page.to(tl.int64) * PAGE + n % PAGE) * (KV_HEADS * SIZE) + kv_head * SIZE
+    cells = row[:, None] + d[None, :]
+    if MASKED:
+        k = tl.load(keys + cells, mask=(n < end)[:, None] & (d < SIZE)[None, :], other=0.0)
+    elif BLOCK_D == SIZE:
+        k = tl.load(keys + cells)
+    else:
+        k = tl.load(keys + cells, mask=(d < SIZE)[None, :], other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION) * scale
+    if SOFTCAP:
+        # tanh(y) = 1 - 2 / (e^2y + 1), right at both ends.
+        scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
+    scores *= LOG2E
+    if MASKED:
+        seen = (n < end)[None, :] & (n[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen &= n[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, 1))
+    base = tl.where(new_m == float("-inf"), 0.0, new_m)
+    p = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(m - base)
+    total = total * decay + tl.sum(p, 1)
+    acc *= decay[:, None]
+    if MASKED:
+        v = tl.load(values + cells, mask=(n < end)[:, None] & (d < SIZE)[None, :], other=0.0)
+    elif BLOCK_D == SIZE:
+        v = tl.load(values + cells)
+    else:
+        v = tl.load(values + cells, mask=(d < SIZE)[None, :], other=0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=DOT_PRECISION)
+    return new_m, total, acc
+
+
+@triton.jit
+def _attend_few_kernel(
+    q,
+    keys,
+    values,
+    out,
+    partial,
+    partial_lse,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    stride_table,
+    scale,
+    softcap,
+    max_chunks,
+    FEW_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Programs: (request · tile of query tokens, key/value head, share of the chunks)."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    request = tl.program_id(0) // TILES
+    first = (tl.program_id(0) % TILES) * BLOCK_Q
+    kv_head = tl.program_id(1)
+    start = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - start
+    seq_len = tl.load(seq_lens + request)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if (query_len > FEW_TOKENS) | (first >= query_len):
+        return
+    i = tl.arange(0, BLOCK_M)
+    token = first + i // GROUP
+    head = kv_head * GROUP + i % GROUP
+    valid = (i < BLOCK_Q * GROUP) & (token < query_len)
+    position = seq_len - query_len + token
+    d = tl.arange(0, BLOCK_D)
+    row = (start + token).to(tl.int64) * HEADS + head
+    mask = valid[:, None] & (d < SIZE)[None, :]
+    queries = tl.load(q + row[:, None] * SIZE + d[None, :], mask=mask, other=0.0)
+    last = seq_len - query_len + tl.minimum(first + BLOCK_Q, query_len) - 1
+    chunks = chunk_of(last) + 1
+    # Of each row: its own chunks, first to last; another row of the tile may need more.
+    own_last = seq_len - query_len + tl.minimum(token, query_len - 1)
+    if WINDOW > 0:
+        earliest = tl.maximum(seq_len - query_len + first - WINDOW + 1, 0)
+        chunk = chunk_of(earliest)
+    else:
+        earliest = 0
+        chunk = 0
+    table = block_table + request.to(tl.int64) * stride_table
+    chunk += tl.program_id(2)
+    while chunk < chunks:
+        begin = chunk_start(chunk)
+        end = tl.minimum(chunk_start(chunk + 1), last + 1)
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for n0 in range(begin, end, BLOCK_N):
+            m, total, acc = _attend_block(
+                queries, m, total, acc, keys, values, table, n0, end, position, scale, softcap, kv_head, d,
+                KV_HEADS, SIZE, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, True,
+            )  # fmt: skip
+        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        # A row with one chunk is done; a row with several leaves them to `_combine_kernel`.
+        own_first_start = tl.maximum(own_last - WINDOW + 1, 0) if WINDOW > 0 else own_last * 0
+        alone = (own_first_start >= begin) & (own_last < chunk_start(chunk + 1))
+        tl.store(out + row[:, None] * SIZE + d[None, :], result.to(out.dtype.element_ty), mask=mask & alone[:, None])
+        several = valid & (alone == 0)
+        cell = (request * (TILES * BLOCK_Q) + token).to(tl.int64) * HEADS + head
+        cell = cell * max_chunks + chunk
+        tl.store(partial + cell[:, None] * SIZE + d[None, :], result, mask=mask & several[:, None])
+        lse = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+        tl.store(partial_lse + cell, lse, mask=several)
+        chunk += tl.num_programs(2)
+
+
+@triton.jit
+def _combine_kernel(
+    partial,
+    partial_lse,
+    out,
+    query_start_loc,
+    seq_lens,
+    max_chunks,
+    FEW_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Programs: (request · query token, head). Adds up a row's chunks, 16 at a time, in their order."""
+    request = tl.program_id(0) // TOKENS
+    token = tl.program_id(0) % TOKENS
+    head = tl.program_id(1)
+    start = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - start
+    position = tl.load(seq_lens + request) - query_len + token
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if (query_len > FEW_TOKENS) | (token >= query_len):
+        return
+    last = chunk_of(position)
+    chunk = 0
+    if WINDOW > 0:
+        chunk = chunk_of(tl.maximum(position - WINDOW + 1, 0))
+    if chunk == last:
+        return
+    d = tl.arange(0, BLOCK_D)
+    c = tl.arange(0, PER_LEVEL)
+    first = (request * SLOTS + token).to(tl.int64) * HEADS + head
+    first *= max_chunks
+    m = float("-inf")
+    total = 0.0
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    while chunk <= last:
+        here = chunk + c <= last
+        lse = tl.load(partial_lse + first + chunk + c, mask=here, other=float("-inf"))
+        part = tl.load(
+            partial + (first + chunk + c)[:, None] * SIZE + d[None, :],
+            mask=here[:, None] & (d < SIZE)[None, :],
+            other=0.0,
+        )
+        new_m = tl.maximum(m, tl.max(lse, 0))
+        weight = tl.exp2(lse - new_m)
+        decay = tl.exp2(m - new_m)
+        total = total * decay + tl.sum(weight, 0)
+        acc = acc * decay + tl.sum(part * weight[:, None], 0)
+        m = new_m
+        chunk += PER_LEVEL
+    row = (start + token).to(tl.int64) * HEADS + head
+    tl.store(out + row * SIZE + d, (acc / total).to(out.dtype.element_ty), mask=d < SIZE)
+
+
+@triton.jit
+def _attend_many_kernel(
+    q,
+    keys,
+    values,
+    out,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    num_requests,
+    stride_table,
+    scale,
+    softcap,
+    FEW_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Programs: (tile of query tokens, key/value head). Request r's tiles start at query_start_loc[r] // BLOCK_Q + r."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    # The last tiles of a request see most keys: they go first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    low = 0
+    high = num_requests
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    request = low - 1
+    start = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - start
+    seq_len = tl.load(seq_lens + request)
+    first = (tile - (start // BLOCK_Q + request)) * BLOCK_Q
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if (query_len <= FEW_TOKENS) | (first >= query_len):
+        return
+    i = tl.arange(0, BLOCK_M)
+    token = first + i // GROUP
+    head = kv_head * GROUP + i % GROUP
+    valid = (i < BLOCK_Q * GROUP) & (token < query_len)
+    position = seq_len - query_len + token
+    d = tl.arange(0, BLOCK_D)
+    row = (start + token).to(tl.int64) * HEADS + head
+    mask = valid[:, None] & (d < SIZE)[None, :]
+    queries = tl.load(q + row[:, None] * SIZE + d[None, :], mask=mask, other=0.0)
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    table = block_table + request.to(tl.int64) * stride_table
+    context = seq_len - query_len + first
+    end = seq_len - query_len + tl.minimum(first + BLOCK_Q, query_len)
+    if WINDOW > 0:
+        begin = tl.maximum(context - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        whole = begin
+    else:
+        begin = 0
+        whole = (context + 1) // BLOCK_N * BLOCK_N
+    for n0 in range(begin, whole, BLOCK_N):
+        m, total, acc = _attend_block(
+            queries, m, total, acc, keys, values, table, n0, end, position, scale, softcap, kv_head, d,
+            KV_HEADS, SIZE, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, False,
+        )  # fmt: skip
+    for n0 in range(whole, end, BLOCK_N):
+        m, total, acc = _attend_block(
+            queries, m, total, acc, keys, values, table, n0, end, position, scale, softcap, kv_head, d,
+            KV_HEADS, SIZE, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, True,
+        )  # fmt: skip
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(out + row[:, None] * SIZE + d[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Block sizes; `few_block_n` and `few_block_m` decide the order of additions."""
+
+    few_block_n: int = 64
+    few_warps: int = 4
+    few_stages: int = 3
+    few_programs: int = 4
+    """Programs a multiprocessor that chunks are spread over"""
+    many_block_m: int = 128
+    many_block_n: int = 128
+    many_warps: int = 8
+    many_stages: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """What attention needs besides q, for all layers of a step."""
+
+    batch: DeviceBatch
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    few_tokens: int
+    """Requests with at most as many query tokens go to `attend_few`; 0: none of the batch's"""
+    many: bool
+    """Some may have more"""
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    inputs: AttentionInputs,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    config: AttentionConfig | None = None,
+) -> torch.Tensor:
+    """q [T, H, E], keys and values [blocks, block size, kv heads, E] → [T, H · E]"""
+    config = config or AttentionConfig()
+    batch, heads, kv_heads, size = inputs.batch, inputs.num_heads, inputs.num_kv_heads, inputs.head_dim
+    out = torch.empty(q.shape[0], heads * size, dtype=q.dtype, device=q.device)
+    group = heads // kv_heads
+    block_d = max(16, triton.next_power_of_2(size))
+    common = {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "SIZE": size,
+        "PAGE": keys.shape[1],
+        "WINDOW": window or 0,
+        "SOFTCAP": softcap is not None,
+        "BLOCK_D": block_d,
+    } | pdl_options(q.device)
+    requests = batch.num_requests
+    if inputs.few_tokens:
+        few = inputs.few_tokens
+        block_m = max(16, triton.next_power_of_2(group))
+        block_q = block_m // group
+        tiles = triton.cdiv(few, block_q)
+        chunks = num_chunks(batch.max_seq_len)
+        slots = tiles * block_q
+        partial = lse = None
+        if chunks > 1:
+            partial = torch.empty(requests * slots * heads * chunks * size, dtype=torch.float32, device=q.device)
+            lse = torch.empty(requests * slots * heads * chunks, dtype=torch.float32, device=q.device)
+        shares = config.few_programs * num_processors(q.device) // (requests * tiles * kv_heads)
+        shares = max(1, min(chunks, shares))
+        _attend_few_kernel[(requests * tiles, kv_heads, shares)](
+            q, keys, values, out, out if partial is None else partial, out if lse is None else lse,
+            batch.block_table, batch.query_start_loc, batch.seq_lens, batch.block_table.stride(0),
+            scale, softcap or 0.0, chunks, FEW_TOKENS=few, TILES=tiles, BLOCK_Q=block_q, BLOCK_M=block_m,
+            BLOCK_N=config.few_block_n, num_warps=config.few_warps, num_stages=config.few_stages, **common,
+        )  # fmt: skip
+        if chunks > 1:
+            _combine_kernel[(requests * few, heads)](
+                partial, lse, out, batch.query_start_loc, batch.seq_lens, chunks,
+                FEW_TOKENS=few, HEADS=heads, SIZE=size, WINDOW=window or 0, TOKENS=few, SLOTS=slots, BLOCK_D=block_d,
+                num_warps=4, **pdl_options(q.device),
+            )  # fmt: skip
+    if inputs.many:
+        block_m = max(config.many_block_m if block_d <= 128 else 64, triton.next_power_of_2(group))
+        block_q = block_m // group
+        block_n = config.many_block_n if block_d <= 128 else 64
+        _attend_many_kernel[(triton.cdiv(q.shape[0], block_q) + requests, kv_heads)](
+            q, keys, values, out, batch.block_table, batch.query_start_loc, batch.seq_lens, requests,
+            batch.block_table.stride(0), scale, softcap or 0.0, FEW_TOKENS=inputs.few_tokens, BLOCK_Q=block_q,
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=config.many_warps, num_stages=config.many_stages, **common,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,331 @@
+"""Projections of few tokens: weights are read once, at the memory's speed, and everything around them is fused in.
+
+The weights are the tall side of a matrix product whose other side is the tokens, padded to `BLOCK_T`. A program owns
+`BLOCK_R` rows of the weights (and, with split-K, a part of their columns) and all tokens. What it computes for a token
+does not depend on the other tokens, and the order of its additions is fixed by the configuration alone: with one
+configuration for 1 to 16 tokens, a token's result has the same bits in a step of 1 and of 16.
+
+RMSNorm (arXiv:1910.07467) needs no pass of its own: the norm's weight is multiplied in as x is read, and 1/rms, which
+commutes with the product, scales the result. x · weight is rounded to the model's type once, where the reference rounds
+x/rms and then the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sol.ops.gpu.launch import DOT_PRECISION, pdl_options, prefetch_l2
+from sol.ops.gpu.tuning import LinearConfig, linear_config
+from sol.ops.weights import Norm
+
+STORE = tl.constexpr(0)
+RESIDUAL = tl.constexpr(1)
+GATE = tl.constexpr(2)
+ROPE = tl.constexpr(3)
+
+MAX_TOKENS = 64
+"""More are a matter of arithmetic, and of cuBLAS."""
+
+
+@triton.jit
+def _linear_kernel(
+    x,
+    w,
+    out,
+    bias,
+    gamma,
+    partials,
+    counters,
+    positions,
+    slots,
+    cos,
+    sin,
+    keys,
+    values,
+    num_tokens,
+    stride_x,
+    stride_w,
+    stride_out,
+    eps,
+    EPILOGUE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[t, r] = epilogue(Σ_k x[t, k] · w[r, k]); one program: `BLOCK_R` rows, all tokens, 1/`SPLIT_K` of the columns.
+
+    GATE and ROPE combine two rows; a block then holds `BLOCK_R` / 2 pairs, the two rows of each side by side.
+    """
+    tl.static_assert(SPLIT_K == 1 or not HAS_NORM, "a split product does not see the whole of x")
+    PAIRED: tl.constexpr = EPILOGUE == GATE or EPILOGUE == ROPE
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    j = tl.arange(0, BLOCK_R)
+    if PAIRED:
+        pair = tile * (BLOCK_R // 2) + j // 2
+        if EPILOGUE == GATE:
+            rows = pair + (j % 2) * (ROWS // 2)
+        else:
+            rows = (pair // HALF) * (2 * HALF) + pair % HALF + (j % 2) * HALF
+        in_rows = pair < ROWS // 2
+    else:
+        rows = tile * BLOCK_R + j
+        in_rows = rows < ROWS
+    EVEN_ROWS: tl.constexpr = ROWS % BLOCK_R == 0
+    EVEN_COLUMNS: tl.constexpr = COLUMNS % (BLOCK_K * SPLIT_K) == 0
+    STEPS: tl.constexpr = (COLUMNS + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
+    k = part * (STEPS * BLOCK_K) + tl.arange(0, BLOCK_K)
+    w_rows = w + rows.to(tl.int64)[:, None] * stride_w
+    if PDL:
+        if PREFETCH > 0:
+            LINE: tl.constexpr = 128 // (w.dtype.element_ty.primitive_bitwidth // 8)
+            lines = part * (STEPS * BLOCK_K) + tl.arange(0, PREFETCH * BLOCK_K // LINE) * LINE
+            prefetch_l2(w_rows + tl.minimum(lines, COLUMNS - 1)[None, :])
+        gdc_wait()
+        gdc_launch_dependents()
+    t = tl.arange(0, BLOCK_T)
+    in_tokens = t < num_tokens
+    x_columns = x + t.to(tl.int64)[None, :] * stride_x
+    accumulator = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
+    squares = tl.zeros((BLOCK_K, BLOCK_T), tl.float32)
+    for _ in range(STEPS):
+        if EVEN_COLUMNS:
+            w_mask = in_rows[:, None]
+            x_mask = in_tokens[None, :]
+        else:
+            w_mask = in_rows[:, None] & (k < COLUMNS)[None, :]
+            x_mask = in_tokens[None, :] & (k < COLUMNS)[:, None]
+        if EVEN_COLUMNS and EVEN_ROWS:
+            w_tile = tl.load(w_rows + k[None, :], eviction_policy="evict_first")
+        else:
+            w_tile = tl.load(w_rows + k[None, :], mask=w_mask, other=0.0, eviction_policy="evict_first")
+        x_tile = tl.load(x_columns + k[:, None], mask=x_mask, other=0.0)
+        if HAS_NORM:
+            wide = x_tile.to(tl.float32)
+            squares += wide * wide
+            if EVEN_COLUMNS:
+                scale = tl.load(gamma + k)
+            else:
+                scale = tl.load(gamma + k, mask=k < COLUMNS, other=0.0)
+            x_tile = (wide * scale.to(tl.float32)[:, None]).to(w_tile.dtype)
+        accumulator = tl.dot(w_tile, x_tile, accumulator, input_precision=DOT_PRECISION)
+        k += BLOCK_K
+    if HAS_NORM:
+        accumulator *= tl.rsqrt(tl.sum(squares, 0) / COLUMNS + eps)[None, :]
+    if SPLIT_K > 1:
+        # The program of a block's rows that ends last adds up all parts, in their order.
+        cells = j[:, None] * BLOCK_T + t[None, :]
+        block = partials + tile.to(tl.int64) * (SPLIT_K * BLOCK_R * BLOCK_T)
+        tl.store(block + part * (BLOCK_R * BLOCK_T) + cells, accumulator)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") != SPLIT_K - 1:
+            return
+        accumulator = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
+        for s in range(SPLIT_K):
+            accumulator += tl.load(block + s * (BLOCK_R * BLOCK_T) + cells, cache_modifier=".cg")
+        tl.store(counters + tile, 0)
+    if HAS_BIAS:
+        accumulator += tl.load(bias + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
+    if PAIRED:
+        first, second = tl.split(tl.permute(tl.reshape(accumulator, (BLOCK_R // 2, 2, BLOCK_T)), (0, 2, 1)))
+        p = tile * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
+        mask = (p < ROWS // 2)[:, None] & in_tokens[None, :]
+        if EPILOGUE == GATE:
+            h = first / (1.0 + tl.exp(-first)) * second
+            tl.store(out + t.to(tl.int64)[None, :] * stride_out + p[:, None], h.to(out.dtype.element_ty), mask=mask)
+        else:
+            write_rotated(
+                first, second, p, t, mask, out, keys, values, positions, slots, cos, sin, HEADS, KV_HEADS, HALF
+            )
+    else:
+        mask = in_rows[:, None] & in_tokens[None, :]
+        cells = out + t.to(tl.int64)[None, :] * stride_out + rows[:, None]
+        if EPILOGUE == RESIDUAL:
+            accumulator += tl.load(cells, mask=mask, other=0.0).to(tl.float32)
+        tl.store(cells, accumulator.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def write_rotated(
+    first,
+    second,
+    p,
+    t,
+    mask,
+    q,
+    keys,
+    values,
+    positions,
+    slots,
+    cos,
+    sin,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Turns q and k by their positions' angles (arXiv:2104.09864), stores q, and k and v in the cache.
+
+    first, second [pairs, tokens] float32: elements i and i + HALF of heads; p [pairs] counts pairs over all heads of
+    q, k and v; t [tokens].
+    """
+    head = p // HALF
+    i = p % HALF
+    is_q = (head < HEADS)[:, None]
+    is_v = (head >= HEADS + KV_HEADS)[:, None]
+    in_tokens = mask & (t >= 0)[None, :]
+    # Where a token is padding of the block, its position and slot are not read.
+    position = tl.load(positions + t[None, :] + tl.zeros_like(head)[:, None], mask=in_tokens, other=0)
+    slot = tl.load(slots + t[None, :] + tl.zeros_like(head)[:, None], mask=in_tokens, other=0)
+    turned = in_tokens & (is_v == 0)
+    c = tl.load(cos + position * HALF + i[:, None], mask=turned, other=1.0)
+    s = tl.load(sin + position * HALF + i[:, None], mask=turned, other=0.0)
+    low = (first * c - second * s).to(q.dtype.element_ty)
+    high = (second * c + first * s).to(q.dtype.element_ty)
+    to_q = q + t.to(tl.int64)[None, :] * (HEADS * 2 * HALF) + (head * (2 * HALF) + i)[:, None]
+    tl.store(to_q, low, mask=mask & is_q)
+    tl.store(to_q + HALF, high, mask=mask & is_q)
+    is_k = (is_q == 0) & (is_v == 0)
+    to_k = keys + slot * (KV_HEADS * 2 * HALF) + ((head - HEADS) * (2 * HALF) + i)[:, None]
+    tl.store(to_k, low, mask=mask & is_k)
+    tl.store(to_k + HALF, high, mask=mask & is_k)
+    to_v = values + slot * (KV_HEADS * 2 * HALF) + ((head - HEADS - KV_HEADS) * (2 * HALF) + i)[:, None]
+    tl.store(to_v, low, mask=mask & is_v)
+    tl.store(to_v + HALF, high, mask=mask & is_v)
+
+
+class SplitWorkspace:
+    """Of split-K: partial sums, and counters that are zero between launches. One a device and stream of launches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(4096, dtype=torch.int32, device=device)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    epilogue: tl.constexpr,
+    config: LinearConfig | None,
+    workspace: SplitWorkspace | None = None,
+    *,
+    bias: torch.Tensor | None,
+    norm: Norm | None,
+    stride_out: int,
+    rope: dict[str, Any] | None = None,
+    heads: tuple[int, int, int] = (1, 1, 1),
+) -> None:
+    rows, columns = weight.shape
+    tokens = x.shape[0]
+    config = config or linear_config(rows, columns, tokens, norm=norm is not None, paired=epilogue.value >= GATE.value)
+    tiles = triton.cdiv(rows, config.block_rows)
+    partials = counters = None
+    if config.split_k > 1:
+        assert workspace is not None and tiles <= workspace.counters.shape[0]
+        counters = workspace.counters
+        size = tiles * config.split_k * config.block_rows * config.block_tokens
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    tensors = dict.fromkeys(("positions", "slots", "cos", "sin", "keys", "values")) if rope is None else rope
+    _linear_kernel[(tiles, config.split_k)](
+        x,
+        weight,
+        out,
+        bias,
+        None if norm is None else norm.weight,
+        partials,
+        counters,
+        **tensors,
+        num_tokens=tokens,
+        stride_x=x.stride(0),
+        stride_w=weight.stride(0),
+        stride_out=stride_out,
+        eps=0.0 if norm is None else norm.eps,
+        EPILOGUE=epilogue,
+        ROWS=rows,
+        COLUMNS=columns,
+        HEADS=heads[0],
+        KV_HEADS=heads[1],
+        HALF=heads[2] // 2,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=norm is not None,
+        BLOCK_T=config.block_tokens,
+        BLOCK_R=config.block_rows,
+        BLOCK_K=config.block_k,
+        SPLIT_K=config.split_k,
+        PREFETCH=config.prefetch,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **pdl_options(x.device),
+    )
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    config: LinearConfig | None = None,
+) -> None:
+    """out[:, :rows] = norm(x) · weightᵀ + bias. x [T, in], weight [rows, in] rows contiguous, out [T, ≥ rows]; T ≤ 64."""
+    _launch(x, weight, out, STORE, config, bias=bias, norm=norm, stride_out=out.stride(0))
+
+
+def linear_residual(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    workspace: SplitWorkspace,
+    *,
+    bias: torch.Tensor | None = None,
+    config: LinearConfig | None = None,
+) -> None:
+    """residual += x · weightᵀ + bias, in place; residual [T, rows]."""
+    _launch(x, weight, residual, RESIDUAL, config, workspace, bias=bias, norm=None, stride_out=residual.stride(0))
+
+
+def linear_silu_mul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    norm: Norm,
+    bias: torch.Tensor | None = None,
+    config: LinearConfig | None = None,
+) -> None:
+    """out = SiLU(gate) · up, where [gate; up] are the rows of norm(x) · weightᵀ + bias; out [T, rows / 2]."""
+    _launch(x, weight, out, GATE, config, bias=bias, norm=norm, stride_out=out.stride(0))
+
+
+def linear_rope(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    q: torch.Tensor,
+    *,
+    norm: Norm,
+    heads: tuple[int, int, int],
+    rope: dict[str, Any],
+    bias: torch.Tensor | None = None,
+    config: LinearConfig | None = None,
+) -> None:
+    """q, k, v = norm(x) · weightᵀ + bias; q and k rotated; q [T, H, E] written, k and v written to the cache.
+
+    heads: query heads, key/value heads, head size. rope: tensors `positions`, `slots` [T] int64, `cos`, `sin`
+    [positions, E / 2] float32, `keys`, `values` [blocks, block size, kv heads, E].
+    """
+    _launch(x, weight, q, ROPE, config, bias=bias, norm=norm, stride_out=0, rope=rope, heads=heads)

@@ -1,0 +1,177 @@
+"""The ops on a GPU: which kernels a projection of so many tokens takes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from sol.ops.batch import KVCache, RaggedBatch
+from sol.ops.gpu import elementwise, linear
+from sol.ops.gpu.attention import FEW, AttentionInputs, attend
+from sol.ops.gpu.batch import DeviceBatch
+from sol.ops.gpu.chunks import num_chunks
+from sol.ops.program import AttentionInput, MlpInput, PagedAttention, Program
+from sol.ops.weights import Dense, Linear, Norm, Weight
+
+PARTIALS_BYTES: Final = 512 << 20
+"""Of chunks' results in attention. A step that would need more gives requests with several query tokens to the
+kernel that does not cut contexts."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    attention: AttentionInputs
+    keys: list[torch.Tensor]
+    """Of each layer, [num_blocks, block_size, kv heads, head size]"""
+    values: list[torch.Tensor]
+    heads: tuple[int, int, int]
+    """Query heads, key/value heads, head size"""
+
+
+class GpuOps:
+    """Triton kernels, and cuBLAS where a step has many tokens. For one stream: it holds a workspace.
+
+    Takes a `RaggedBatch` (eager) or a `DeviceBatch` (eager or under graph capture: no op waits for the device, and
+    none reads on the host what lies on it).
+    """
+
+    def __init__(self, device: torch.device, *, max_fused_tokens: int = linear.MAX_TOKENS) -> None:
+        self._max_fused_tokens = min(max_fused_tokens, linear.MAX_TOKENS)
+        self._workspace = linear.SplitWorkspace(device)
+
+    def prepare(self, program: Program, batch: RaggedBatch | DeviceBatch, kv_cache: KVCache) -> GpuPlan:
+        heads = (program.num_heads, program.num_kv_heads, program.head_dim)
+        if isinstance(batch, RaggedBatch):
+            few = max((length for length in batch.query_lens if length <= FEW), default=0)
+            many = any(length > FEW for length in batch.query_lens)
+            batch = _on_device(batch)
+        else:
+            few, many = min(batch.max_query_len, FEW), batch.max_query_len > FEW
+        rows = batch.num_requests * few
+        if few > 1 and rows * heads[0] * heads[2] * num_chunks(batch.max_seq_len) * 4 > PARTIALS_BYTES:
+            few, many = 1, True
+        layers = [kv_cache.layer(index) for index in range(kv_cache.data.shape[0])]
+        return GpuPlan(
+            attention=AttentionInputs(batch, *heads, few_tokens=few, many=many),
+            keys=[keys for keys, _ in layers],
+            values=[values for _, values in layers],
+            heads=heads,
+        )
+
+    def embed(self, token_ids: torch.Tensor, embedding: Weight) -> torch.Tensor:
+        return elementwise.embed(token_ids, _matrix(embedding))
+
+    def attention_input(self, residual: torch.Tensor, op: AttentionInput, plan: GpuPlan) -> torch.Tensor:
+        heads, kv_heads, size = plan.heads
+        batch = plan.attention.batch
+        tensors = {
+            "positions": batch.positions,
+            "slots": batch.slot_mapping,
+            "cos": op.rope.cos,
+            "sin": op.rope.sin,
+            "keys": plan.keys[op.layer],
+            "values": plan.values[op.layer],
+        }
+        tokens = residual.shape[0]
+        q = torch.empty(tokens, heads, size, dtype=residual.dtype, device=residual.device)
+        if tokens <= self._max_fused_tokens and len(op.qkv.segments) == 1:
+            weight = _matrix(op.qkv.segments[0])
+            linear.linear_rope(residual, weight, q, norm=op.norm, heads=plan.heads, rope=tensors, bias=op.qkv.bias)
+        else:
+            qkv = self._linear(residual, op.qkv, norm=op.norm)
+            elementwise.rope(qkv, q, plan.heads, tensors)
+        return q
+
+    def paged_attention(self, q: torch.Tensor, op: PagedAttention, plan: GpuPlan) -> torch.Tensor:
+        return attend(
+            q,
+            plan.keys[op.layer],
+            plan.values[op.layer],
+            plan.attention,
+            scale=op.scale,
+            window=op.window,
+            softcap=op.softcap,
+        )
+
+    def project_residual(self, x: torch.Tensor, weight: Linear, residual: torch.Tensor) -> torch.Tensor:
+        """In place: `residual` is changed and returned."""
+        tokens = x.shape[0]
+        start = 0
+        for segment in weight.segments:
+            matrix = _matrix(segment)
+            part = slice(start, start + matrix.shape[0])
+            target = residual[:, part]
+            bias = None if weight.bias is None else weight.bias[part]
+            if tokens <= self._max_fused_tokens:
+                linear.linear_residual(x, matrix, target, self._workspace, bias=bias)
+            else:
+                if bias is not None:
+                    target += bias
+                target.addmm_(x, matrix.t())
+            start += matrix.shape[0]
+        return residual
+
+    def mlp_input(self, residual: torch.Tensor, op: MlpInput) -> torch.Tensor:
+        tokens = residual.shape[0]
+        if tokens <= self._max_fused_tokens and len(op.gate_up.segments) == 1:
+            weight = _matrix(op.gate_up.segments[0])
+            h = torch.empty(tokens, weight.shape[0] // 2, dtype=residual.dtype, device=residual.device)
+            linear.linear_silu_mul(residual, weight, h, norm=op.norm, bias=op.gate_up.bias)
+            return h
+        return elementwise.silu_mul(self._linear(residual, op.gate_up, norm=op.norm))
+
+    def logits(self, residual: torch.Tensor, norm: Norm, head: Linear) -> torch.Tensor:
+        return self._linear(residual, head, norm=norm, dtype=torch.float32)
+
+    def _linear(self, x: torch.Tensor, weight: Linear, *, norm: Norm, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """norm(x) · weightᵀ + bias, in x's type or `dtype`."""
+        tokens = x.shape[0]
+        matrices = [_matrix(segment) for segment in weight.segments]
+        fused = 0 < tokens <= self._max_fused_tokens
+        if not fused:
+            x = elementwise.rms_norm(x, norm) if tokens else x
+            if len(matrices) == 1 and weight.bias is None:
+                return (x @ matrices[0].t()).to(dtype or x.dtype)
+        ends = list(itertools.accumulate(matrix.shape[0] for matrix in matrices))
+        out = torch.empty(tokens, ends[-1], dtype=dtype if fused and dtype else x.dtype, device=x.device)
+        for matrix, end in zip(matrices, ends, strict=True):
+            part = slice(end - matrix.shape[0], end)
+            bias = None if weight.bias is None else weight.bias[part]
+            if fused:
+                linear.linear(x, matrix, out[:, part], bias=bias, norm=norm)
+            elif bias is not None:
+                torch.addmm(bias, x, matrix.t(), out=out[:, part])
+            else:
+                torch.mm(x, matrix.t(), out=out[:, part])
+        return out if dtype is None else out.to(dtype)
+
+
+def _matrix(weight: Any) -> torch.Tensor:
+    if not isinstance(weight, Dense):
+        raise TypeError(f"a weight is {type(weight).__name__}; GPU kernels read Dense ones: dequantise it when loading")
+    if weight.weight.stride(1) != 1:
+        raise ValueError("a weight lies by columns; GPU kernels read rows: load it for the device it is used on")
+    return weight.weight
+
+
+def _on_device(batch: RaggedBatch) -> DeviceBatch:
+    device = batch.token_ids.device
+    starts = [0, *itertools.accumulate(batch.query_lens)]
+    lengths = torch.tensor([*starts, *batch.seq_lens], dtype=torch.int32)
+    if device.type == "cuda":
+        lengths = lengths.pin_memory()
+    lengths = lengths.to(device, non_blocking=True)
+    return DeviceBatch(
+        token_ids=batch.token_ids,
+        positions=batch.positions,
+        slot_mapping=batch.slot_mapping,
+        block_table=batch.block_table.to(torch.int32),
+        query_start_loc=lengths[: len(starts)],
+        seq_lens=lengths[len(starts) :],
+        logits_rows=batch.logits_rows,
+        max_query_len=max(batch.query_lens),
+        max_seq_len=max(batch.seq_lens),
+    )

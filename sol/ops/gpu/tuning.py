@@ -1,0 +1,57 @@
+"""Which block sizes a projection runs with: measured where a shape has been measured, else by rule.
+
+A configuration fixes the order of a product's additions, so it must not depend on anything but the shape and the
+class of token counts (up to 16, up to 32, up to 64): inside a class results have the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    block_tokens: int
+    block_rows: int
+    block_k: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+    prefetch: int
+    """Of how many blocks of columns a program asks for the weights before the kernel ahead of it has ended"""
+
+
+def token_class(tokens: int) -> int:
+    """16, 32 or 64: what a number of tokens is padded to."""
+    return 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+
+
+@functools.cache
+def linear_config(rows: int, columns: int, tokens: int, *, norm: bool, paired: bool) -> LinearConfig:
+    """For weights [rows, columns]; `norm`: x is normalised on the way, so no split-K; `paired`: rows go two by two."""
+    tokens = token_class(tokens)
+    found = _table().get((rows, columns, tokens, norm, paired))
+    return found or _rule(rows, columns, tokens)
+
+
+def _rule(rows: int, columns: int, tokens: int) -> LinearConfig:
+    """Enough programs for every processor, and enough bytes in flight in each: for shapes nobody has measured."""
+    block_rows = 64 if rows >= 64 * 512 else 32 if rows >= 32 * 256 else 16
+    block_k = 256
+    while block_k > 32 and (columns % block_k or block_k * tokens > 4096):
+        block_k //= 2
+    return LinearConfig(tokens, block_rows, block_k, 1, 4, 4, prefetch=2)
+
+
+@functools.cache
+def _table() -> dict[tuple[int, int, int, bool, bool], LinearConfig]:
+    lines = resources.files("sol.ops.gpu").joinpath("tuned_linear.json").read_text(encoding="utf-8").splitlines()
+    table = {}
+    for line in filter(None, lines):
+        row = json.loads(line)
+        key = (row["rows"], row["columns"], row["tokens"], row["norm"], row["paired"])
+        table[key] = LinearConfig(block_tokens=row["tokens"], **row["config"])
+    return table

@@ -1,0 +1,22 @@
+"""Kernels run under Triton's interpreter, on the CPU. It must be chosen before a kernel's module is imported."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+try:
+    from triton.runtime import interpreter
+except ImportError:
+    pass  # the tests skip themselves
+else:
+    # Triton 3.6 converts a scalar, an array of one element to it, by int(), which NumPy 2.4 refuses.
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index

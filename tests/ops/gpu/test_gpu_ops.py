@@ -1,0 +1,214 @@
+"""The Triton kernels against the reference ops, interpreted on the CPU with small shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gpu_batches import Shape, make_batch, make_program, normal
+
+from sol.ops import Dense, KVCache, Linear, Norm, RaggedBatch, Rope, run
+from sol.ops.gpu.attention import AttentionConfig, AttentionInputs, attend
+from sol.ops.gpu.chunks import num_chunks
+from sol.ops.gpu.linear import SplitWorkspace, linear, linear_residual
+from sol.ops.gpu.ops import GpuOps, _on_device
+from sol.ops.gpu.tuning import LinearConfig
+from sol.ops.program import AttentionInput, MlpInput, PagedAttention
+from sol.ops.reference import ReferenceOps
+
+CPU = torch.device("cpu")
+REFERENCE = ReferenceOps()
+SMALL = LinearConfig(block_tokens=16, block_rows=16, block_k=32, split_k=1, num_warps=4, num_stages=2, prefetch=0)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """By the norm of the error: the rounding of `dtype` (default: the tensors' own), a few times over."""
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    bound = 1e-5 if (dtype or found.dtype) == torch.float32 else 3e-3
+    assert error < bound, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 32, 64), (5, 40, 96), (16, 48, 80), (40, 24, 64)])
+def test_linear(dtype: torch.dtype, tokens: int, rows: int, columns: int) -> None:
+    x, weight, bias = normal(tokens, columns).to(dtype), normal(rows, columns, seed=1).to(dtype), normal(rows).to(dtype)
+    norm = Norm(normal(columns, seed=2).to(dtype), 1e-5)
+    out = torch.full((tokens, rows), float("nan"), dtype=torch.float32)
+    linear(x, weight, out, bias=bias, norm=norm)
+    close(out.to(dtype), REFERENCE.logits(x, norm, Linear((Dense(weight),), bias)).to(dtype))
+
+
+@pytest.mark.parametrize("split_k", [1, 2, 3])
+@pytest.mark.parametrize("biased", [False, True])
+def test_residual_with_split_columns(split_k: int, biased: bool) -> None:
+    x, weight, residual = normal(3, 160), normal(40, 160, seed=1), normal(3, 40, seed=2)
+    bias = normal(40, seed=3) if biased else None
+    workspace = SplitWorkspace(CPU)
+    config = replace(SMALL, split_k=split_k)
+    for _ in range(2):  # the counters are zero again
+        out = residual.clone()
+        linear_residual(x, weight, out, workspace, bias=bias, config=config)
+        close(out, REFERENCE.project_residual(x, Linear((Dense(weight),), bias), residual))
+    assert not workspace.counters.any()
+
+
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_a_token_has_the_same_bits_with_other_tokens_or_none(split_k: int) -> None:
+    x, weight, residual = normal(16, 128), normal(32, 128, seed=1), normal(16, 32, seed=2)
+    config = replace(SMALL, split_k=split_k)
+    together = residual.clone()
+    linear_residual(x, weight, together, SplitWorkspace(CPU), config=config)
+    for token in (0, 7, 15):
+        alone = residual[token : token + 1].clone()
+        linear_residual(x[token : token + 1], weight, alone, SplitWorkspace(CPU), config=config)
+        assert torch.equal(alone[0], together[token])
+
+
+SHAPES = {
+    "grouped": Shape(heads=4, kv_heads=2, size=16),
+    "three to a head": Shape(heads=6, kv_heads=2, size=64),
+    "one head": Shape(heads=4, kv_heads=1, size=80),
+    "no groups": Shape(heads=2, kv_heads=2, size=32),
+}
+BATCHES = {
+    "decoding": ([1, 1, 1], [1, 40, 270]),
+    "verification": ([6, 1, 3], [6, 257, 300]),
+    "prefill": ([20, 33], [20, 33]),
+    "mix": ([1, 20, 4, 40], [17, 20, 260, 300]),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention(shape: str, batch: str) -> None:
+    check_attention(SHAPES[shape], *BATCHES[batch])
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(7, None), (300, None), (None, 2.0), (5, 1.0)])
+def test_attention_with_a_window_and_a_softcap(window: int | None, softcap: float | None) -> None:
+    for query_lens, seq_lens in BATCHES.values():
+        check_attention(SHAPES["grouped"], query_lens, seq_lens, window=window, softcap=softcap)
+
+
+def test_attention_over_several_levels_of_chunks() -> None:
+    check_attention(Shape(heads=2, kv_heads=2, size=16), [1, 2], [4097, 5000])
+
+
+def check_attention(
+    shape: Shape, query_lens: list[int], seq_lens: list[int], *, window: int | None = None, softcap: float | None = None
+) -> None:
+    program = make_program(shape, layers=1)
+    batch, cache = make_batch(shape, query_lens, seq_lens)
+    q = normal(sum(query_lens), shape.heads, shape.size, seed=4)
+    op = PagedAttention(layer=0, scale=shape.size**-0.5, window=window, softcap=softcap)
+    expected = REFERENCE.paged_attention(q, op, REFERENCE.prepare(program, batch, cache))
+    ops = GpuOps(CPU)
+    close(ops.paged_attention(q, op, ops.prepare(program, batch, cache)), expected)
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 700])
+def test_a_verified_token_is_a_decoded_one(length: int) -> None:
+    """Each of six tokens alone, and on few programs. (Their bits are compared on a GPU, by benchmarks/gpu.py: a CPU's
+    matrix product, which the interpreter uses, depends on where in a tile a row stands.)"""
+    shape = SHAPES["grouped"]
+    batch, cache = make_batch(shape, [6, 1], [length, 30])
+    q = normal(7, shape.heads, shape.size, seed=4)
+    keys, values = cache.layer(0)
+
+    def attention(q: torch.Tensor, batch: RaggedBatch, few: int, programs: int) -> torch.Tensor:
+        inputs = AttentionInputs(_on_device(batch), shape.heads, shape.kv_heads, shape.size, few, many=False)
+        return attend(q, keys, values, inputs, scale=0.25, config=AttentionConfig(few_programs=programs))
+
+    verified = attention(q, batch, 6, 4)
+    for back in range(6):
+        alone = replace(batch, query_lens=[1], seq_lens=[length - back], block_table=batch.block_table[:1])
+        decoded = attention(q[5 - back : 6 - back], alone, 1, 0)
+        close(decoded[0], verified[5 - back])
+
+
+def test_attention_does_not_look_at_other_slots() -> None:
+    shape = SHAPES["grouped"]
+    batch, cache = make_batch(shape, [1, 20, 6], [270, 33, 19])
+    q = normal(27, shape.heads, shape.size, seed=4)
+    op, program = PagedAttention(layer=0, scale=0.25), make_program(shape, layers=1)
+    ops = GpuOps(CPU)
+    clean = ops.paged_attention(q, op, ops.prepare(program, batch, cache))
+    held = torch.zeros(cache.num_blocks * cache.block_size, dtype=torch.bool)
+    for row, length in enumerate(batch.seq_lens):
+        n = torch.arange(length)
+        held[batch.block_table[row][n // cache.block_size] * cache.block_size + n % cache.block_size] = True
+    cache.data.flatten(2, 3)[:, :, ~held] = float("nan")
+    assert torch.equal(ops.paged_attention(q, op, ops.prepare(program, batch, cache)), clean)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 70])
+@pytest.mark.parametrize("biased", [False, True])
+def test_attention_input(tokens: int, biased: bool) -> None:
+    shape = SHAPES["three to a head"]
+    op = make_program(shape, layers=1, biased=biased).body[0]
+    assert isinstance(op, AttentionInput)
+    program = make_program(shape, layers=1)
+    batch, cache = make_batch(shape, [tokens], [tokens + 3])
+    twin = KVCache(cache.data.clone())
+    x = normal(tokens, shape.hidden)
+    ops = GpuOps(CPU)
+    close(
+        ops.attention_input(x, op, ops.prepare(program, batch, cache)),
+        REFERENCE.attention_input(x, op, REFERENCE.prepare(program, batch, twin)),
+    )
+    close(cache.data, twin.data)
+
+
+@pytest.mark.parametrize("tokens", [2, 20, 70])
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("biased", [False, True])
+def test_mlp(tokens: int, segments: int, biased: bool) -> None:
+    weight = normal(96, 64, seed=1)
+    parts = tuple(Dense(part) for part in weight.split(96 // segments))
+    bias = normal(96, seed=2) if biased else None
+    op = MlpInput(norm=Norm(normal(64, seed=3), 1e-6), gate_up=Linear(parts, bias))
+    x = normal(tokens, 64)
+    h = GpuOps(CPU).mlp_input(x, op)
+    close(h, REFERENCE.mlp_input(x, op))
+    down = Linear(tuple(Dense(part) for part in normal(64, 48, seed=5).split(64 // segments)), op.gate_up.bias)
+    down = replace(down, bias=None if bias is None else normal(64, seed=6))
+    close(GpuOps(CPU).project_residual(h, down, x.clone()), REFERENCE.project_residual(h, down, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_whole_model(batch: str, dtype: torch.dtype) -> None:
+    shape = SHAPES["grouped"]
+    program = make_program(shape, layers=2, dtype=dtype)
+    ragged, cache = make_batch(shape, *BATCHES[batch], layers=2, dtype=dtype)
+    twin = KVCache(cache.data.clone())
+    expected = run(program, REFERENCE, ragged, twin)
+    close(run(program, GpuOps(CPU), ragged, cache), expected, dtype)
+    close(cache.data, twin.data)
+
+
+def test_a_step_without_logits() -> None:
+    shape = SHAPES["grouped"]
+    ragged, cache = make_batch(shape, [3], [3])
+    ragged = replace(ragged, logits_rows=torch.empty(0, dtype=torch.int64))
+    assert run(make_program(shape, layers=1), GpuOps(CPU), ragged, cache).shape == (0, shape.vocabulary)
+
+
+def test_a_weight_that_kernels_do_not_read_is_refused() -> None:
+    ops = GpuOps(CPU)
+    by_columns = Dense(normal(8, 4).t())
+    with pytest.raises(ValueError, match="lies by columns"):
+        ops.embed(torch.tensor([0]), by_columns)
+    rope = Rope(torch.ones(1, 1), torch.ones(1, 1))
+    with pytest.raises(TypeError, match="Rope"):
+        ops.embed(torch.tensor([0]), rope)  # type: ignore[arg-type]
+
+
+def test_the_number_of_chunks_grows_slowly() -> None:
+    assert [num_chunks(n) for n in (1, 256, 257, 4096, 4097, 8192, 131072)] == [1, 1, 2, 16, 17, 24, 81]
