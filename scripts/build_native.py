@@ -15,6 +15,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,38 +58,65 @@ def compiler() -> list[str]:
     raise BuildError("there is no C++ compiler: install g++ or clang++ (on Debian and Ubuntu: apt-get install g++)")
 
 
-def build(output: Path, *, sanitize: str = "", objects: Path | None = None, verbose: bool = False) -> Path:
+def build(
+    output: Path, *, sanitize: str = "", objects: Path | None = None, jobs: int = 1, verbose: bool = False
+) -> Path:
     """Builds `output`, compiling what changed. Raises `BuildError` with the compiler's own words."""
     cxx = compiler()
+    extra = sanitizer_flags(sanitize)
+    objects = objects or ROOT / "build" / ("native-sanitized" if sanitize else "native")
+    made = compile_sources(cxx, objects, extra, jobs=jobs, verbose=verbose)
+    run_compiler([*cxx, *LINK, *extra, *map(str, made.values())], output, verbose=verbose)
+    return output
+
+
+def sanitizer_flags(sanitize: str) -> list[str]:
+    """What compiles and links instrumented code; `sanitize` as for -fsanitize, empty for none."""
+    return [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"] if sanitize else []
+
+
+def compile_sources(
+    cxx: Sequence[str],
+    objects: Path,
+    extra: Sequence[str] = (),
+    *,
+    leave_out: Collection[str] = (),
+    jobs: int = 1,
+    verbose: bool = False,
+) -> dict[str, Path]:
+    """The objects of all sources, by the sources' stems; those that changed are compiled, `jobs` at a time. `objects`
+    belongs to one compiler and one set of flags. Raises `BuildError`."""
     machine = _output([*cxx, "-dumpmachine"]).partition("-")[0]
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
     identity = _output([*cxx, "--version"]) + machine
-    extra = [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"] if sanitize else []
-    objects = objects or ROOT / "build" / "native"
     headers = b"".join(path.name.encode() + path.read_bytes() for path in sorted(SOURCES.glob("*.h")))
-    made = []
+    made: dict[str, Path] = {}
+    commands = []
     for source in sorted(SOURCES.glob("*.cpp")):
         isa_flags = ISA_FLAGS.get(machine, {}).get(source.stem, [])
-        if source.stem in _ALL_ISAS and not isa_flags:
+        if (source.stem in _ALL_ISAS and not isa_flags) or source.stem in leave_out:
             continue
         flags = [*COMPILE, *extra, *isa_flags]
         digest = hashlib.blake2b(
             b"\0".join([identity.encode(), " ".join(flags).encode(), source.read_bytes(), headers]), digest_size=12
         ).hexdigest()
-        target = objects / f"{source.stem}{'-san' if sanitize else ''}" / f"{digest}.o"
+        target = objects / source.stem / f"{digest}.o"
         if not target.exists():
-            _compile([*cxx, *flags, "-c", str(source)], target, verbose)
-            for old in target.parent.glob("*.o"):
-                if old != target:
-                    old.unlink(missing_ok=True)
-        made.append(target)
+            commands.append(([*cxx, *flags, "-c", str(source)], target))
+        made[source.stem] = target
     if not made:
         raise BuildError(f"there are no sources in {SOURCES}")
-    _compile([*cxx, *LINK, *extra, *map(str, made)], output, verbose)
-    return output
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(lambda command: run_compiler(*command, verbose=verbose), commands):
+            pass
+    for _, target in commands:
+        for old in target.parent.glob("*.o"):
+            if old != target:
+                old.unlink(missing_ok=True)
+    return made
 
 
-def _compile(command: list[str], output: Path, verbose: bool) -> None:
+def run_compiler(command: list[str], output: Path, *, verbose: bool = False) -> None:
     """Runs the command with a temporary output and renames it, so that nobody ever sees half a file."""
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
@@ -116,10 +145,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=LIBRARY)
     parser.add_argument("--sanitize", default="", help="address,undefined or thread: instrument the code")
+    parser.add_argument("--jobs", type=int, default=1, help="how many files to compile at once (default: 1)")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
     try:
-        print(build(args.output, sanitize=args.sanitize, verbose=args.verbose))
+        print(build(args.output, sanitize=args.sanitize, jobs=args.jobs, verbose=args.verbose))
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
