@@ -160,7 +160,8 @@ class EagerExecutor:
 def run(program: Program, ops: Ops, batch: RaggedBatch, kv_cache: KVCache) -> torch.Tensor:
     """One forward pass: writes the step's keys and values, returns logits [S, vocab_size] of `batch.logits_rows`."""
     plan = ops.prepare(program, batch, kv_cache)
-    residual = ops.embed(batch.token_ids, program.embedding)
+    # An embedding that is kept as it is stored may have another type than the model computes in, which is its norms'.
+    residual = ops.embed(batch.token_ids, program.embedding).to(program.final_norm.weight.dtype)
     x = residual
     for op in program.body:
         if isinstance(op, AttentionInput):

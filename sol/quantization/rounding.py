@@ -66,33 +66,44 @@ def _search(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     low, high = weights.amin(dim=1).clamp_(max=0), weights.amax(dim=1).clamp_(min=0)
     _checked(low)
     _checked(high)
-    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    ranges = None
     for shrink in _SHRINK:
-        scale = (high - low) * (shrink / 15)
+        scale = high * (shrink / 15) - low * (shrink / 15)
         scale = torch.where(scale > 0, scale, 1.0)
-        zero = (-shrink * low / scale).round_().clamp_(0, 15)
-        # Codes relative to the zero point: (code - zero) as a float32.
-        steps = (weights / scale.unsqueeze(1)).round_()
-        steps = torch.minimum(torch.maximum(steps, -zero.unsqueeze(1)), 15 - zero.unsqueeze(1))
-        squares = (steps * steps).sum(dim=1)
-        fitted = torch.where(squares > 0, (weights * steps).sum(dim=1) / squares, scale)
-        error = torch.addcmul(weights, steps, fitted.unsqueeze(1), value=-1).square_().sum(dim=1)
-        if best is None:
-            best = error, steps, fitted, zero
+        zero = (low * -shrink / scale).round_().clamp_(0, 15)
+        products, squares = _fit(weights, _steps(weights, scale, zero))
+        # With the fitted scale the squared error is Σw² - (Σw·step)² / Σstep²: the least where this is the most.
+        gain = torch.where(squares > 0, products * products / squares, 0.0)
+        if ranges is None:
+            ranges = gain, scale, zero
         else:
-            better = error < best[0]
-            best = (
-                torch.where(better, error, best[0]),
-                torch.where(better.unsqueeze(1), steps, best[1]),
-                torch.where(better, fitted, best[2]),
-                torch.where(better, zero, best[3]),
+            better = gain > ranges[0]
+            ranges = (
+                torch.where(better, gain, ranges[0]),
+                torch.where(better, scale, ranges[1]),
+                torch.where(better, zero, ranges[2]),
             )
-    assert best is not None
-    _, steps, scale, zero = best
-    return steps + zero.unsqueeze(1), scale, zero
+    assert ranges is not None
+    _, scale, zero = ranges
+    steps = _steps(weights, scale, zero)
+    products, squares = _fit(weights, steps)
+    scale = torch.where(squares > 0, products / squares, scale)
+    _checked(scale)  # of finite weights near the largest float, sums are not
+    return steps.add_(zero.unsqueeze(1)), scale, zero
+
+
+def _steps(weights: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Codes less the zero point, [groups, size]."""
+    steps = (weights / scale.unsqueeze(1)).round_()
+    return torch.clamp(steps, -zero.unsqueeze(1), 15 - zero.unsqueeze(1), out=steps)
+
+
+def _fit(weights: torch.Tensor, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Σ weight · step and Σ step² of each group: their quotient is the scale that fits best."""
+    return (weights * steps).sum(dim=1), (steps * steps).sum(dim=1)
 
 
 def _checked(extremes: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(extremes).all()):
-        raise ValueError("it holds values that are not finite")
+        raise ValueError("it holds values that are not finite, or too large")
     return extremes
