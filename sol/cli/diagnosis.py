@@ -49,6 +49,8 @@ class Settings:
 
     device: str
     dtype: str
+    kernels: str
+    """What computes: `torch`, or the instruction set of the C++ kernels."""
     threads: int
     max_model_len: int
     max_num_seqs: int
@@ -87,6 +89,7 @@ def diagnose(config: EngineConfig) -> Diagnosis:
         gpus = _gpus()
         problems += _gpu_problems(machine, gpus)
         model = _model_cost(config)
+        problems += _kernel_problems(config)
         settings = _settings(config)
     except SolError as error:
         problems.append(Problem(error.message))
@@ -122,6 +125,26 @@ def _cpu_problems(machine: Machine) -> list[Problem]:
             )
         ]
     return []
+
+
+def _kernel_problems(config: EngineConfig) -> list[Problem]:
+    from sol.runner.cpu_kernels import unavailable
+    from sol.runner.device import resolve_device
+
+    device = resolve_device(config.device)
+    if device.type != "cpu" or config.cpu_kernels != "auto":
+        return []
+    reason = unavailable(config, device)
+    if reason is None:
+        return []
+    return [
+        Problem(
+            "torch computes in place of Sol's C++ kernels: decoding is several times slower, quantised weights are "
+            f"expanded to {config.dtype if config.dtype != 'auto' else 'float32'} in memory, and the KV cache has no "
+            "other type",
+            reason,
+        )
+    ]
 
 
 def _gpu_problems(machine: Machine, gpus: list[Gpu]) -> list[Problem]:
@@ -188,6 +211,7 @@ def _settings(config: EngineConfig) -> Settings:
     return Settings(
         device=str(settled.device),
         dtype=str(settled.dtype).removeprefix("torch."),
+        kernels="torch" if settled.kernels is None else settled.kernels.isa.name.lower(),
         threads=settled.threads,
         max_model_len=memory.max_model_len,
         max_num_seqs=settled.max_num_seqs,

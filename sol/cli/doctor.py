@@ -67,6 +67,7 @@ def _print(diagnosis: Diagnosis, config: EngineConfig, console: Console) -> None
         cut = f" (cut from {longest:,} to what fits)" if settings.max_model_len < longest else ""
         section(console, "What Sol will use", [
             ("device", f"{settings.device}, {settings.dtype}, {settings.threads} threads"),
+            ("kernels", "torch's" if settings.kernels == "torch" else f"C++, {settings.kernels}"),
             ("memory", f"{size(settings.memory_budget)} at most: weights {size(settings.weights)}, workspace "
                        f"{size(settings.workspace)}, KV cache {size(settings.kv_cache)}"),
             ("KV cache", f"{settings.kv_cache_tokens:,} tokens: {settings.full_length_requests:.1f} requests "
