@@ -222,7 +222,18 @@ static void unpack_group(const uint8_t* p, int64_t per_super, int64_t blocks, ui
     }
 }
 
-constexpr int TOKEN_TILE = 4;
+// Calls f with the constant that n is, 1 <= n <= MAX.
+template <int VALUE>
+struct Constant {
+    static constexpr int value = VALUE;
+};
+template <int MAX, class F>
+static inline void with_tokens(int64_t n, const F& f) {
+    if constexpr (MAX > 1) {
+        if (n < MAX) return with_tokens<MAX - 1>(n, f);
+    }
+    f(Constant<MAX>{});
+}
 
 // Tokens [t0, t1) of one row group, in tiles of nearly equal size.
 template <class B>
@@ -232,12 +243,9 @@ static void quantized_rows(const uint8_t* p, int64_t per_super, const QuantizedA
         const int64_t left = t1 - t0, tiles = (left + TOKEN_TILE - 1) / TOKEN_TILE;
         const int64_t n = (left + tiles - 1) / tiles;
         float* out = y + t0 * y_stride;
-        switch (n) {
-            case 1: quantized_tile<B, 1>(p, per_super, q, t0, out, y_stride, num_rows); break;
-            case 2: quantized_tile<B, 2>(p, per_super, q, t0, out, y_stride, num_rows); break;
-            case 3: quantized_tile<B, 3>(p, per_super, q, t0, out, y_stride, num_rows); break;
-            default: quantized_tile<B, 4>(p, per_super, q, t0, out, y_stride, num_rows); break;
-        }
+        with_tokens<TOKEN_TILE>(n, [&](auto tokens) {
+            quantized_tile<B, tokens.value>(p, per_super, q, t0, out, y_stride, num_rows);
+        });
         t0 += n;
     }
 }
@@ -246,7 +254,8 @@ constexpr int64_t L2_NBYTES = 192 * 1024;  // activations that are read again fo
 
 template <int32_t FORMAT>
 static void quantized_linear(const PackedMatrix& w, const QuantizedActivations& q, int64_t num_tokens,
-                             int64_t group_begin, int64_t group_end, float* y, int64_t y_stride, void* scratch) {
+                             int64_t group_begin, int64_t group_end, float* y, int64_t y_stride,
+                             [[maybe_unused]] void* scratch) {
     using Packed = PackedBlock<FORMAT>;
     const int64_t per_super = Packed::BLOCKS_PER_SUPER == 0 ? w.cols / BLOCK : w.group_size / BLOCK;
     int64_t tile = L2_NBYTES / w.cols / TOKEN_TILE * TOKEN_TILE;
@@ -257,12 +266,15 @@ static void quantized_linear(const PackedMatrix& w, const QuantizedActivations& 
             const uint8_t* p = w.data + g * w.group_nbytes;
             const int64_t row = g * LANES;
             const int num_rows = w.rows - row < LANES ? (int)(w.rows - row) : LANES;
-            if (t1 - t0 <= TOKEN_TILE || Packed::BITS == 8) {
-                quantized_rows<Packed>(p, per_super, q, t0, t1, y + row, y_stride, num_rows);
-            } else {
-                unpack_group<Packed>(p, per_super, w.cols / BLOCK, (uint8_t*)scratch);
-                quantized_rows<UnpackedBlock<Packed>>((const uint8_t*)scratch, 1, q, t0, t1, y + row, y_stride, num_rows);
+            if constexpr (UNPACKS_FOR_MANY && Packed::BITS < 8) {
+                if (t1 - t0 > TOKEN_TILE) {
+                    unpack_group<Packed>(p, per_super, w.cols / BLOCK, (uint8_t*)scratch);
+                    quantized_rows<UnpackedBlock<Packed>>((const uint8_t*)scratch, 1, q, t0, t1, y + row, y_stride,
+                                                          num_rows);
+                    continue;
+                }
             }
+            quantized_rows<Packed>(p, per_super, q, t0, t1, y + row, y_stride, num_rows);
         }
     }
 }
@@ -332,15 +344,11 @@ static void float_linear(const PackedMatrix& w, const float* x, int64_t num_toke
             const int64_t left = num_tokens - t;
             const float* in = x + t * w.cols;
             float* out = y + t * y_stride;
-            const int64_t tiles = (left + 5) / 6, n = (left + tiles - 1) / tiles;
-            switch (n) {
-                case 1: float_groups<FORMAT, 8, 1>(w, in, g0, g1, out, y_stride); break;
-                case 2: float_groups<FORMAT, 4, 2>(w, in, g0, g1, out, y_stride); break;
-                case 3: float_groups<FORMAT, 4, 3>(w, in, g0, g1, out, y_stride); break;
-                case 4: float_groups<FORMAT, 3, 4>(w, in, g0, g1, out, y_stride); break;
-                case 5: float_groups<FORMAT, 2, 5>(w, in, g0, g1, out, y_stride); break;
-                default: float_groups<FORMAT, 2, 6>(w, in, g0, g1, out, y_stride); break;
-            }
+            const int64_t tiles = (left + FLOAT_TOKEN_TILE - 1) / FLOAT_TOKEN_TILE, n = (left + tiles - 1) / tiles;
+            with_tokens<FLOAT_TOKEN_TILE>(n, [&](auto tokens) {
+                constexpr int T = tokens.value, G = FLOAT_ACCUMULATORS / T < 8 ? FLOAT_ACCUMULATORS / T : 8;
+                float_groups<FORMAT, G, T>(w, in, g0, g1, out, y_stride);
+            });
             t += n;
         }
     }

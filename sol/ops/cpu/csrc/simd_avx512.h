@@ -67,6 +67,12 @@ static inline vf pow2(vf n) {  // 2^n for integral -126 <= n <= 127
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
 
+// ---- tiles, for 32 registers
+constexpr int TOKEN_TILE = 4;            // tokens that a row group's codes meet at once
+constexpr bool UNPACKS_FOR_MANY = true;  // whether codes are unpacked into memory first where there are more
+constexpr int FLOAT_TOKEN_TILE = 6;
+constexpr int FLOAT_ACCUMULATORS = 24;
+
 // ---- integers
 
 static inline vi set1_i(int32_t a) { return _mm512_set1_epi32(a); }

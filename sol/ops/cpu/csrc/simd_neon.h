@@ -78,6 +78,12 @@ static inline vf pow2(vf n) {  // 2^n for integral -126 <= n <= 127
             vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(v.high, bias), 23))};
 }
 
+// ---- tiles, for 32 registers, two to a vector
+constexpr int TOKEN_TILE = 4;            // tokens that a row group's codes meet at once
+constexpr bool UNPACKS_FOR_MANY = true;  // whether codes are unpacked into memory first where there are more
+constexpr int FLOAT_TOKEN_TILE = 6;
+constexpr int FLOAT_ACCUMULATORS = 12;
+
 // ---- integers
 
 static inline vi set1_i(int32_t a) { return {vdupq_n_s32(a), vdupq_n_s32(a)}; }

@@ -81,6 +81,12 @@ static inline void store_i8(int8_t* p, const vf& a) {
 }
 static inline vf pow2(const vf& n) { return (vf)(((vu)to_int(n) + 127u) << 23); }
 
+// ---- tiles, for 16 registers of 16 bytes, if nothing better
+constexpr int TOKEN_TILE = 2;            // tokens that a row group's codes meet at once
+constexpr bool UNPACKS_FOR_MANY = false;  // whether codes are unpacked into memory first where there are more
+constexpr int FLOAT_TOKEN_TILE = 2;
+constexpr int FLOAT_ACCUMULATORS = 4;
+
 // ---- integers
 
 typedef uint8_t vb __attribute__((vector_size(32)));   // 4 · LANES bytes
