@@ -24,7 +24,7 @@ SOURCES = ROOT / "sol" / "ops" / "cpu" / "csrc"
 LIBRARY = ROOT / "sol" / "ops" / "cpu" / "_native.so"
 
 COMPILE = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-pthread", "-Wall",
-           "-ffp-contract=off"]  # fmt: skip
+           "-Wno-psabi", "-ffp-contract=off"]  # fmt: skip
 """Contraction off: which products are fused into an addition is what the source says, on every compiler."""
 LINK = ["-shared", "-pthread", "-Wl,-z,defs", "-Wl,-z,noexecstack"]
 
