@@ -48,6 +48,8 @@ class Report:
     quick: bool
     rows: list[dict[str, Any]] = field(default_factory=list)
     bars: dict[str, tuple[float, float, bool]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of what was measured beside Sol and its packages."""
 
     def row(self, **columns: Any) -> None:
         self.rows.append(columns)
@@ -92,7 +94,7 @@ class Report:
                 "os": machine.os,
                 "instruction_sets": list(machine.instruction_sets),
             },
-            "versions": versions,
+            "versions": versions | self.versions,
             "quick": self.quick,
             "rows": self.rows,
             "bars": self.bars,

@@ -1,0 +1,69 @@
+"""What an engine takes above bare imports, in a process of its own: benchmarks/cpu.py runs this.
+
+    python benchmarks/cpu_memory.py MODEL MAX_MODEL_LEN
+
+Runs itself once to learn which modules an engine loads. Then, in a fresh process, imports those, looks at its memory,
+loads the model, fills a context with one request, and looks again. Resident memory, mapped files included. Prints one
+JSON object, in bytes: {"imports", "engine", "peak"}; `peak` includes what loading needed for a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+
+def status(field: str) -> int:
+    """VmRSS or VmHWM."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def fill_context(model: str, max_model_len: int) -> object:
+    from sol import LLM, SamplingParams
+
+    llm = LLM(model=model, max_model_len=max_model_len)
+    generated = 64
+    prompt = [1000 + i for i in range(max_model_len - generated)]
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=generated)
+    outputs = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    assert len(outputs[0].outputs[0].token_ids) == generated
+    return llm  # kept while memory is looked at
+
+
+def main() -> None:
+    model, max_model_len = sys.argv[1], int(sys.argv[2])
+    if sys.argv[3:] == ["modules"]:
+        llm = fill_context(model, max_model_len)
+        print(json.dumps(sorted(sys.modules)))
+        del llm
+        return
+    done = subprocess.run([sys.executable, *sys.argv, "modules"], check=True, capture_output=True, text=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in json.loads(done.stdout.splitlines()[-1]):
+            with contextlib.suppress(Exception):  # names that were put there by hand
+                importlib.import_module(name)
+    gc.collect()
+    imports, imports_peak = status("VmRSS"), status("VmHWM")
+    llm = fill_context(model, max_model_len)
+    result = {
+        "imports": imports,
+        "engine": status("VmRSS") - imports,
+        "peak": max(status("VmHWM") - max(imports, imports_peak), status("VmRSS") - imports),
+    }
+    print(json.dumps(result))
+    del llm
+
+
+if __name__ == "__main__":
+    main()
