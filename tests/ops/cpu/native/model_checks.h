@@ -8,8 +8,6 @@
 
 namespace test {
 
-constexpr int64_t VOCAB = 61;
-
 // Logits of every token of the requests, as they came: [request][position · VOCAB].
 using Logits = std::vector<std::vector<float>>;
 

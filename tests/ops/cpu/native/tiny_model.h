@@ -7,6 +7,8 @@
 
 namespace test {
 
+constexpr int64_t VOCAB = 61;
+
 struct ModelOptions {
     int32_t isa = SOL_ISA_PORTABLE;
     int32_t num_threads = 1;
@@ -33,7 +35,7 @@ class TinyModel {
         desc_.num_threads = options.num_threads;
         desc_.hidden_size = hidden;
         desc_.intermediate_size = options.intermediate_size;
-        desc_.vocab_size = 61;
+        desc_.vocab_size = VOCAB;
         desc_.max_positions = options.max_positions;
         desc_.num_layers = layers;
         desc_.num_heads = heads;
@@ -93,7 +95,7 @@ class TinyModel {
         desc_.num_ops = (int32_t)ops_.size();
         desc_.ops = ops_.data();
         desc_.final_norm = norm(random, hidden);
-        desc_.head = linear(random, hidden, {{SOL_Q6_K, 61}}, false);
+        desc_.head = linear(random, hidden, {{SOL_Q6_K, VOCAB}}, false);
         desc_.embedding = desc_.head.segments[0];
     }
     TinyModel(const TinyModel&) = delete;

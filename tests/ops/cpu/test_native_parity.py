@@ -1,0 +1,19 @@
+"""The C++ driver on this processor: every instruction set it has, kernel by kernel and in whole steps."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from native_build import CannotBuildError, build_driver
+
+
+def test_every_instruction_set_of_this_processor_computes_what_it_should() -> None:
+    try:
+        program = build_driver("parity")
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "portable" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith(" 0 failed")
