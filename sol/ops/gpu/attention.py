@@ -95,7 +95,7 @@ def _attend_block(
     return new_m, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_chunks"])
 def _attend_few_kernel(
     q,
     keys,
@@ -183,7 +183,7 @@ def _attend_few_kernel(
         chunk += tl.num_programs(2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_chunks"])
 def _combine_kernel(
     partial,
     partial_lse,
@@ -244,7 +244,7 @@ def _combine_kernel(
     tl.store(out + row * SIZE + d, (acc / total).to(out.dtype.element_ty), mask=d < SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def _attend_many_kernel(
     q,
     keys,
@@ -270,7 +270,7 @@ def _attend_many_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs: (tile of query tokens, key/value head). Request r's tiles start at query_start_loc[r] // BLOCK_Q + r."""
+    """Programs: (tile of query tokens, key/value head). Tiles of request r start at query_start_loc[r] // BLOCK_Q + r."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     # The last tiles of a request see most keys: they go first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

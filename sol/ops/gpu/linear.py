@@ -32,7 +32,8 @@ MAX_TOKENS = 64
 """More are a matter of arithmetic, and of cuBLAS."""
 
 
-@triton.jit
+# Not specialised by num_tokens: one compiled kernel for all token counts of a class.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _linear_kernel(
     x,
     w,
@@ -212,7 +213,7 @@ class SplitWorkspace:
     """Of split-K: partial sums, and counters that are zero between launches. One a device and stream of launches."""
 
     def __init__(self, device: torch.device) -> None:
-        self.counters = torch.zeros(4096, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(16384, dtype=torch.int32, device=device)
 
 
 def _launch(
@@ -235,7 +236,8 @@ def _launch(
     tiles = triton.cdiv(rows, config.block_rows)
     partials = counters = None
     if config.split_k > 1:
-        assert workspace is not None and tiles <= workspace.counters.shape[0]
+        assert workspace is not None
+        assert tiles <= workspace.counters.shape[0]
         counters = workspace.counters
         size = tiles * config.split_k * config.block_rows * config.block_tokens
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
@@ -282,7 +284,7 @@ def linear(
     norm: Norm | None = None,
     config: LinearConfig | None = None,
 ) -> None:
-    """out[:, :rows] = norm(x) · weightᵀ + bias. x [T, in], weight [rows, in] rows contiguous, out [T, ≥ rows]; T ≤ 64."""
+    """out = norm(x) · weightᵀ + bias. x [T, in], T ≤ 64; weight [rows, in], rows contiguous; out [T, rows]."""
     _launch(x, weight, out, STORE, config, bias=bias, norm=norm, stride_out=out.stride(0))
 
 

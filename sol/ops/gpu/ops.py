@@ -65,7 +65,7 @@ class GpuOps:
         return elementwise.embed(token_ids, _matrix(embedding))
 
     def attention_input(self, residual: torch.Tensor, op: AttentionInput, plan: GpuPlan) -> torch.Tensor:
-        heads, kv_heads, size = plan.heads
+        heads, _, size = plan.heads
         batch = plan.attention.batch
         tensors = {
             "positions": batch.positions,
