@@ -341,6 +341,7 @@ void unpack_row(const MatrixShape& shape, int group_rows, const uint8_t* packed,
             // w = scale[half] · (code - offset) + min
             float scale[2], min = 0.0f;
             int offset = 0;
+            const bool has_min = has_f16_params(shape.format) ? layout.params == 4 : has_byte_min(shape.format);
             switch (shape.format) {
                 case SOL_INT8: scale[0] = read_element<float>(header, group_rows, 0, r); break;
                 case SOL_INT4:
@@ -370,7 +371,8 @@ void unpack_row(const MatrixShape& shape, int group_rows, const uint8_t* packed,
             if (shape.format == SOL_Q6_K) offset = 32;
             for (int i = 0; i < BLOCK; i++) {
                 const int code = layout.bits == 8 ? (int8_t)codes[i] : codes[i];
-                *out++ = scale[i / 16] * (float)(code - offset) + min;
+                const float w = scale[i / 16] * (float)(code - offset);
+                *out++ = has_min ? w + min : w;  // without: a negative zero stays one
             }
         }
     }
