@@ -27,7 +27,7 @@ INSTALLED := pyproject.toml setup.py scripts/build_native.py $(wildcard sol/ops/
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test test-all lint format native bench clean
+.PHONY: help install serve test test-all lint format native bench rivals clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -60,10 +60,13 @@ native: ## compile the CPU kernels alone (SANITIZE=address,undefined: an instrum
 	$(PYTHON) scripts/build_native.py $(if $(SANITIZE),--sanitize $(SANITIZE) --output build/sanitized/_native.so)
 
 bench: $(TEST_STAMP) ## run the CPU benchmarks: tables, JSON, and failure if a bar falls (ARGS=--quick: a minute each)
-	@failed=; for subject in startup cpu cpu_torch serve; do \
+	@failed=; for subject in startup cpu cpu_quality cpu_torch serve; do \
 		$(BIN)/python benchmarks/$$subject.py $(ARGS) || failed="$$failed $$subject"; \
 	done; \
 	[ -z "$$failed" ] || { echo "benchmarks that failed:$$failed" >&2; exit 1; }
+
+rivals: $(TEST_STAMP) ## compile llama.cpp and install vLLM beside it, for `make bench` to compare with (20 minutes, 5 GB)
+	$(BIN)/python benchmarks/rivals.py
 
 clean: ## remove the virtual environment, caches and build products (not the downloaded models)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -96,6 +96,8 @@ class LlamaCpp:
                 self._fetch(partial)
         if self.is_there:
             return
+        if shutil.which("cmake") is None:
+            raise SystemExit("there is no cmake: install it (apt-get install cmake, or pip install cmake)")
         llama, build = source / "llama.cpp", self.root / "build"
         if (build / "machine").exists():
             shutil.rmtree(build)  # another processor's; without the mark it is a build that was broken off
@@ -209,14 +211,14 @@ class Files:
         return Path(self.gguf(kind)).exists()
 
     def prepare(self, llama: LlamaCpp) -> None:
+        if not self.safetensors.exists():
+            with _complete_or_nothing(self.safetensors) as partial:
+                _write_safetensors(self.gguf("q4_1"), partial)
         if not self.has("f32"):
             self._quantise(llama, "q4_1", "f32", "--allow-requantize")
         for kind in QUANTISED:
             if not self.has(kind):
                 self._quantise(llama, "f32", kind)
-        if not self.safetensors.exists():
-            with _complete_or_nothing(self.safetensors) as partial:
-                _write_safetensors(self.gguf("f32"), partial)
 
     def _quantise(self, llama: LlamaCpp, source: str, kind: str, *options: str) -> None:
         with _complete_or_nothing(Path(self.gguf(kind))) as partial:
