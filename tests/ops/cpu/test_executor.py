@@ -36,6 +36,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 K_KINDS = ("Q4_K", "Q5_K", "Q6_K")
+K_SCALES = {"Q3_K": 2e-4, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 3e-5}
+"""Of a super-block, such that random blocks make weights of about 0.05."""
 
 
 def formats(program: Program) -> set[Format]:
@@ -102,7 +104,8 @@ def quantised_model(path: Path, kind: str, hidden_size: int) -> None:
         options = GGUFOptions(quantization=dict.fromkeys(names, kind))
     else:  # the gguf package cannot make them
         raw = {
-            name: (random_blocks(kind, *shapes[name], seed=index, scale=1e-3), kind) for index, name in enumerate(names)
+            name: (random_blocks(kind, *shapes[name], seed=index, scale=K_SCALES[kind]), kind)
+            for index, name in enumerate(names)
         }
         options = GGUFOptions(raw=raw)
     write_gguf(path, model, options)
