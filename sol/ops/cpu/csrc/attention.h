@@ -62,14 +62,29 @@ static inline void score_slabs(const SegmentView<T>& view, const float* q, int32
         for (int n = 0; n < N; n++) acc[r][n] = zero();
     }
     for (int32_t d = 0; d < head_dim; d++) {
-        vf element[R];
+        // The fewer of the two stay in registers beside the accumulators.
+        if constexpr (R < N) {
+            vf element[R];
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) element[r] = set1(q[(int64_t)r * head_dim + d]);
+            for (int r = 0; r < R; r++) element[r] = set1(q[(int64_t)r * head_dim + d]);
 #pragma GCC unroll 16
-        for (int n = 0; n < N; n++) {
-            const vf key = load_kv(keys[n / SLAB_VECTORS] + d * stride + n % SLAB_VECTORS * LANES);
+            for (int n = 0; n < N; n++) {
+                const vf key = load_kv(keys[n / SLAB_VECTORS] + d * stride + n % SLAB_VECTORS * LANES);
 #pragma GCC unroll 16
-            for (int r = 0; r < R; r++) acc[r][n] = fma(element[r], key, acc[r][n]);
+                for (int r = 0; r < R; r++) acc[r][n] = fma(element[r], key, acc[r][n]);
+            }
+        } else {
+            vf key[N];
+#pragma GCC unroll 16
+            for (int n = 0; n < N; n++) {
+                key[n] = load_kv(keys[n / SLAB_VECTORS] + d * stride + n % SLAB_VECTORS * LANES);
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                const vf element = set1(q[(int64_t)r * head_dim + d]);
+#pragma GCC unroll 16
+                for (int n = 0; n < N; n++) acc[r][n] = fma(element, key[n], acc[r][n]);
+            }
         }
     }
 #pragma GCC unroll 16
