@@ -212,7 +212,9 @@ def _compressed_group(group: Fields, top: Fields) -> tuple[tuple[str, ...], Sche
     bits = weights.integer("num_bits", 8)
     strategy = weights.string("strategy", "tensor" if weights.values.get("group_size") is None else "group")
     symmetric = weights.boolean("symmetric", True)
+    # "group" was called true and "dynamic" as well; of the other, "weight" or "static", nothing is left in the file.
     act_order = weights.values.get("actorder")
+    _require(weights, "actorder", act_order, (None, False, True, "group", "dynamic", "weight", "static"))
     if stored_format == "pack-quantized":
         _require(weights, "num_bits", bits, (4, 8))
     else:
@@ -227,7 +229,7 @@ def _compressed_group(group: Fields, top: Fields) -> tuple[tuple[str, ...], Sche
         bits=bits,
         group_size=_group_size(weights, "group_size", None) if strategy == "group" else None,
         symmetric=symmetric,
-        act_order=act_order in ("group", True),
+        act_order=act_order in ("group", "dynamic", True),
     )
     return targets, scheme
 

@@ -255,6 +255,7 @@ WEIGHTS = {"num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": T
         (compressed(WEIGHTS | {"dynamic": True}), "dynamic is True"),
         (compressed(WEIGHTS | {"block_structure": [128, 128]}), "block_structure is"),
         (compressed(WEIGHTS | {"strategy": "block"}), "strategy is 'block'"),
+        (compressed(WEIGHTS | {"actorder": "random"}), "actorder is 'random'; supported is None, False, True, group"),
         (compressed(WEIGHTS, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is {'num_bits': 8}; supported is none"),
         (compressed(WEIGHTS, sparsity_config={"format": "sparse-24"}), "sparsity_config is"),
         (compressed(WEIGHTS, transform_config={"config_groups": {"u": 1}}), "transform_config is"),
@@ -430,3 +431,55 @@ def test_any_tensor_may_be_any_other(whole: list[QuantizedLlama], tmp_path: Path
     except ModelError as error:
         message = error.message
         assert Q_PROJ in message
+
+
+# --- against the compressed-tensors package
+
+
+@pytest.mark.parametrize(
+    ("stored_format", "options"),
+    [
+        ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 64, "symmetric": True}),
+        ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": False}),
+        ("pack-quantized", {"num_bits": 4, "strategy": "channel", "symmetric": False}),
+        ("pack-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": True}),
+        ("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_what_the_compressed_tensors_package_writes(
+    tmp_path: Path, stored_format: str, options: dict[str, Any]
+) -> None:
+    from compressed_tensors import quantization
+    from compressed_tensors.compressors import BaseCompressor
+
+    scheme = quantization.QuantizationScheme(
+        targets=["Linear"], weights=quantization.QuantizationArgs(type="int", **options)
+    )
+    config = quantization.QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=stored_format,
+        ignore=["lm_head"],
+        quantization_status="compressed",
+    )
+    compressor = BaseCompressor.get_value_from_registry(stored_format)
+    # All projections plain; then each is replaced by what the package makes of it.
+    made = save_quantized(tmp_path, awq, config.model_dump(mode="json"), plain=("_proj",))
+    for name, weight in list(made.weights.items()):
+        if "_proj" not in name:
+            continue
+        groups = 1 if options["strategy"] == "channel" else weight.shape[1] // options["group_size"]
+        middle = 1 << (options["num_bits"] - 1)
+        parts = weight.view(weight.shape[0], groups, -1)
+        state = {"weight": weight, "weight_scale": (parts.abs().amax(dim=2) / middle).to(torch.float16).float()}
+        if options["symmetric"]:
+            state["weight_zero_point"] = torch.zeros_like(state["weight_scale"], dtype=torch.int8)
+        else:
+            state["weight_zero_point"] = (parts.mean(dim=2) / state["weight_scale"] * 4).round().to(torch.int8)
+        packed = compressor.compress(state, scheme)
+        made.weights[name] = compressor.decompress(packed, scheme)["weight"]
+        del made.tensors[name]
+        module = name.removesuffix(".weight")
+        made.tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in packed.items()}
+    made.save()
+    assert_holds(made)
