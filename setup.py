@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,12 @@ def _builder() -> ModuleType:
     return module
 
 
+def _jobs() -> int:
+    """Files compiled at once: MAX_JOBS, else one for each core that this process may use."""
+    wanted = os.environ.get("MAX_JOBS", "")
+    return max(1, int(wanted)) if wanted.isdecimal() else len(os.sched_getaffinity(0))
+
+
 class BuildNative(build_ext):
     """One shared library, loaded with ctypes: no Python ABI in its name, no Python headers.
 
@@ -36,7 +43,7 @@ class BuildNative(build_ext):
         builder = _builder()
         target = Path(self.get_ext_fullpath(ext.name))
         try:
-            builder.build(target)
+            builder.build(target, jobs=_jobs())
         except (builder.BuildError, OSError) as error:
             target.unlink(missing_ok=True)
             if self.editable_mode or self.inplace:  # kernels of another version are worse than none
