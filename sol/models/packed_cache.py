@@ -323,6 +323,8 @@ def _matrix(entry: Any, data: Any, native: Native, isa: Isa) -> tuple[str, Packe
         raise _DamagedError(f"{key}: it has {entry['nbytes']} bytes where {needed} are needed")
     perm = None
     if entry.get("perm") is not None:
+        if kind in (Format.F32, Format.F16, Format.BF16):
+            raise _DamagedError(f"{key}: {kind.name} has no order of columns")
         perm = _slice(key, data, entry["perm"], 4 * in_features).view(np.int32)
         if not np.array_equal(np.sort(perm), np.arange(in_features, dtype=np.int32)):
             raise _DamagedError(f"{key}: its order of columns is none")
