@@ -27,7 +27,7 @@ INSTALLED := pyproject.toml setup.py scripts/build_native.py $(wildcard sol/ops/
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test test-all lint format native bench rivals clean
+.PHONY: help install serve test test-all test-native lint format native bench rivals clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -42,6 +42,10 @@ test: $(TEST_STAMP) ## run the tests with coverage, without the ones marked slow
 
 test-all: $(TEST_STAMP) ## run every test with coverage
 	GOMP_SPINCOUNT=4000 $(BIN)/python -m pytest --cov --cov-report=term --durations=10 $(ARGS)
+
+test-native: $(TEST_STAMP) ## the CPU kernels alone, in C++: each instruction set, sanitizers, a fuzzer, NEON emulated
+	$(BIN)/python -m pytest tests/ops/cpu/test_native_parity.py tests/ops/cpu/test_sanitizers.py \
+		tests/ops/cpu/test_neon.py $(ARGS)
 
 lint: $(DEV_STAMP) ## style, formatting, types and import rules
 	$(BIN)/ruff check .
