@@ -28,6 +28,7 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 _LOWEST = tl.constexpr(-(2**31))
+_STEPS = tl.constexpr(33)
 
 
 def sample_rows(
@@ -107,48 +108,60 @@ def _threshold_kernel(
         mask = first + offsets < vocabulary
         high = tl.maximum(high, tl.load(start + first + offsets, mask, other=-float("inf")))
     most = tl.div_rn(tl.max(high), temperature)
-    # The answer lies in (low, high]; both ends are keys of `_ordered`.
     threshold = _ordered(most + log_min_p)
+    # Both searches halve a range of 33-bit keys until one is left.
     if (top_k > 0) & (top_k < vocabulary):
-        low = tl.full([], _LOWEST, tl.int64)  # at least top_k tokens are there or above
-        top = _ordered(most) + 1  # fewer are
-        while top - low > 1:
-            middle = low + (top - low) // 2
-            counts = tl.zeros([BLOCK], tl.int32)
-            for first in range(0, vocabulary, BLOCK):
-                mask = first + offsets < vocabulary
-                scaled = tl.div_rn(tl.load(start + first + offsets, mask, other=0.0), temperature)
-                counts += (mask & (_ordered(scaled) >= middle)).to(tl.int32)
-            found = tl.sum(counts)
-            if found >= top_k:
-                low = middle
-            else:
-                top = middle
-            if found == top_k:
-                top = middle + 1
-        threshold = tl.maximum(threshold, low)
+        enough = tl.full([], _LOWEST, tl.int64)  # top_k tokens or more are there or above
+        too_few = _ordered(most) + 1
+        for _ in range(_STEPS):
+            if too_few - enough > 1:
+                middle = enough + (too_few - enough) // 2
+                found = _count(start, vocabulary, temperature, middle, BLOCK)
+                if found >= top_k:
+                    enough = middle
+                else:
+                    too_few = middle
+                if found == top_k:
+                    too_few = middle + 1
+        threshold = tl.maximum(threshold, enough)
     if top_p < 1.0:
         # Of what is left, tokens stay while the mass of those above them is less than top_p of all of it.
-        bottom = threshold - 1
-        top = _ordered(most)
-        wanted = 0.0
-        middle = bottom
-        while top - bottom > 1:
-            masses = tl.zeros([BLOCK], tl.float32)
-            for first in range(0, vocabulary, BLOCK):
-                mask = first + offsets < vocabulary
-                scaled = tl.div_rn(tl.load(start + first + offsets, mask, other=0.0), temperature)
-                masses += tl.where(mask & (_ordered(scaled) > middle), tl.exp(scaled - most), 0.0)
-            mass = tl.sum(masses)
-            if middle == threshold - 1:
-                wanted = top_p * mass
-            elif mass < wanted:
-                top = middle
-            else:
-                bottom = middle
-            middle = bottom + (top - bottom) // 2
-        threshold = top
+        wanted = top_p * _mass(start, vocabulary, temperature, most, threshold - 1, BLOCK)
+        too_much = threshold - 1
+        little = _ordered(most)
+        for _ in range(_STEPS):
+            if little - too_much > 1:
+                middle = too_much + (little - too_much) // 2
+                if _mass(start, vocabulary, temperature, most, middle, BLOCK) < wanted:
+                    little = middle
+                else:
+                    too_much = middle
+        threshold = little
     tl.store(thresholds + index, _unordered(threshold))
+
+
+@triton.jit
+def _count(start, vocabulary, temperature, key, BLOCK: tl.constexpr):
+    """How many tokens of a row lie at `key` or above."""
+    offsets = tl.arange(0, BLOCK)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, vocabulary, BLOCK):
+        mask = first + offsets < vocabulary
+        scaled = tl.div_rn(tl.load(start + first + offsets, mask, other=0.0), temperature)
+        counts += (mask & (_ordered(scaled) >= key)).to(tl.int32)
+    return tl.sum(counts)
+
+
+@triton.jit
+def _mass(start, vocabulary, temperature, most, key, BLOCK: tl.constexpr):
+    """Σ exp(x - most) over the tokens of a row that lie above `key`; a larger set never sums up to less."""
+    offsets = tl.arange(0, BLOCK)
+    masses = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, vocabulary, BLOCK):
+        mask = first + offsets < vocabulary
+        scaled = tl.div_rn(tl.load(start + first + offsets, mask, other=0.0), temperature)
+        masses += tl.where(mask & (_ordered(scaled) > key), tl.exp(scaled - most), 0.0)
+    return tl.sum(masses)
 
 
 @triton.jit
