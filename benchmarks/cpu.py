@@ -21,6 +21,7 @@ tools time it by themselves and, unlike Sol, sample nothing. Sol opens every fil
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -188,13 +189,20 @@ def vllm(rival: VllmCpu, model: str, threads: int) -> Iterator[Vllm]:
             running.answer()
             yield running
         finally:
-            # Its engine is a process of its own and outlives a parent that is ended alone.
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            end_group(process)
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """vLLM's engine and its workers are processes of their own, which outlive a parent that is ended alone."""
+    deadline = time.monotonic() + 20
+    with contextlib.suppress(ProcessLookupError):  # the group is gone
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @dataclass
