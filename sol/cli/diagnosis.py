@@ -34,6 +34,8 @@ class ModelCost:
     path: str
     """The file or folder on this machine."""
     architecture: str
+    quantization: str | None
+    """How the checkpoint is quantised, or `--quantization` will quantise it; None: it is not."""
     parameters: int
     file_bytes: int
     max_position_embeddings: int
@@ -195,6 +197,7 @@ def _model_cost(config: EngineConfig) -> ModelCost:
         name=files.name,
         path=str(files.gguf or files.root),
         architecture=model.architecture,
+        quantization=config.quantization if model.quantization is None else str(model.quantization),
         parameters=parameters,
         file_bytes=sum(path.stat().st_size for path in weights),
         max_position_embeddings=model.max_position_embeddings,

@@ -59,6 +59,7 @@ def _print(diagnosis: Diagnosis, config: EngineConfig, console: Console) -> None
             ("where", f"{model.path}, {size(model.file_bytes)}"),
             ("what", f"{model.architecture}, {model.parameters / 1e6:,.1f} million parameters, "
                      f"up to {model.max_position_embeddings:,} tokens"),
+            ("quantised", model.quantization or "no"),
             ("weights", by_dtype(model.weight_bytes)),
             ("KV cache", f"{by_dtype(model.kv_bytes_per_token)}, for each token"),
         ])  # fmt: skip

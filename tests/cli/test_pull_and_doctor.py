@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ def test_doctor_on_a_model_that_fits(talking_llama: Path, capsys: pytest.Capture
     assert "up to 3 requests and 512 tokens" in out
     assert "3.0 requests of the full 512" in out
     assert "No problems found." in out
+
+
+def test_doctor_says_how_a_model_is_quantised(talking_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", str(talking_llama)])
+    assert re.search(r"quantised +no\n", capsys.readouterr().out)
+    main(["doctor", str(talking_llama), "--quantization", "int8"])
+    assert re.search(r"quantised +int8\n", capsys.readouterr().out)
+    assert main(["doctor", str(talking_llama), "--quantization", "awq"]) == 1
+    assert "quantization is 'awq', but" in capsys.readouterr().out
 
 
 def test_doctor_as_json(talking_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

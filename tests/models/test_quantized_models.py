@@ -13,6 +13,7 @@ from test_llama import PagedRun, random_tokens
 from tiny_models import GGUFOptions, TinyLlama, gguf_name, make_llama, random_blocks, write_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from sol import LLM, SamplingParams
 from sol.models.checkpoint import open_checkpoint
 from sol.models.config import load_model_config
 from sol.models.registry import load_program
@@ -122,3 +123,32 @@ def test_logits_of_what_is_quantised_at_load(tiny_llama: Callable[..., TinyLlama
     weights = {name: checkpoint.load(name, torch.float32) for name in checkpoint.names()}
     found = assert_logits(tiny.directory, transformers_logits(tiny.model.config, weights), quantization)
     assert [type(part) for part in found] == [Int4Group if quantization == "int4" else Int8Channel]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("quantization", ["awq", "int4"])
+def test_llm(tmp_path: Path, tiny_llama: Callable[..., TinyLlama], quantization: Any, kernels: Any) -> None:
+    """`sol.LLM` takes `quantization`; where torch computes, tokens are those of the dequantised model."""
+    if quantization == "awq":
+        made = save_quantized(tmp_path, awq, {"quant_method": "awq", "bits": 4, "group_size": 128})
+        directory, weights = tmp_path, made.weights
+        config = LlamaConfig(**{key: value for key, value in made.config.items() if key != "quantization_config"})
+    else:
+        tiny = tiny_llama(hidden_size=128, intermediate_size=160)
+        directory, config = tiny.directory, tiny.model.config
+        checkpoint = open_checkpoint(resolve(str(directory)), quantization)
+        weights = {name: checkpoint.load(name, torch.float32) for name in checkpoint.names()}
+    llm = LLM(
+        str(directory),
+        quantization=quantization,
+        cpu_kernels=kernels,
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=1 << 20,
+    )
+    prompt = {"prompt_token_ids": TOKENS}
+    parameters = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    (output,) = llm.generate(prompt, parameters, use_tqdm=False)
+    (token,) = output.outputs[0].token_ids
+    logits = transformers_logits(config, weights)[-1]
+    # Kernels round activations to eight bits: then the token is one of the likeliest.
+    assert int((logits > logits[token]).sum()) < (1 if kernels == "torch" else 4)
