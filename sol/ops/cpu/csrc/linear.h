@@ -222,35 +222,35 @@ static void unpack_group(const uint8_t* p, int64_t per_super, int64_t blocks, ui
     }
 }
 
-// Calls f with the constant that n is, 1 <= n <= MAX.
+// Calls f with the constant that n is, MIN <= n <= MAX.
 template <int VALUE>
 struct Constant {
     static constexpr int value = VALUE;
 };
-template <int MAX, class F>
+template <int MIN, int MAX, class F>
 static inline void with_tokens(int64_t n, const F& f) {
-    if constexpr (MAX > 1) {
-        if (n < MAX) return with_tokens<MAX - 1>(n, f);
+    if constexpr (MAX > MIN) {
+        if (n < MAX) return with_tokens<MIN, MAX - 1>(n, f);
     }
     f(Constant<MAX>{});
 }
 
-// Tokens [t0, t1) of one row group, in tiles of nearly equal size.
-template <class B>
+// Tokens [t0, t1) of one row group, in tiles of nearly equal size: of at least MIN if there are at least MAX tokens.
+template <class B, int MIN, int MAX>
 static void quantized_rows(const uint8_t* p, int64_t per_super, const QuantizedActivations& q, int64_t t0, int64_t t1,
                            float* y, int64_t y_stride, int num_rows) {
     while (t0 < t1) {
-        const int64_t left = t1 - t0, tiles = (left + TOKEN_TILE - 1) / TOKEN_TILE;
+        const int64_t left = t1 - t0, tiles = (left + MAX - 1) / MAX;
         const int64_t n = (left + tiles - 1) / tiles;
         float* out = y + t0 * y_stride;
-        with_tokens<TOKEN_TILE>(n, [&](auto tokens) {
+        with_tokens<MIN, MAX>(n, [&](auto tokens) {
             quantized_tile<B, tokens.value>(p, per_super, q, t0, out, y_stride, num_rows);
         });
         t0 += n;
     }
 }
 
-constexpr int64_t L2_NBYTES = 192 * 1024;  // activations that are read again for every row group
+constexpr int64_t L2_NBYTES = 192 * 1024;  // what is read again and again: activations for every row group, or groups for every tile of tokens
 
 template <int32_t FORMAT>
 static void quantized_linear(const PackedMatrix& w, const QuantizedActivations& q, int64_t num_tokens,
@@ -258,8 +258,8 @@ static void quantized_linear(const PackedMatrix& w, const QuantizedActivations& 
                              [[maybe_unused]] void* scratch) {
     using Packed = PackedBlock<FORMAT>;
     const int64_t per_super = Packed::BLOCKS_PER_SUPER == 0 ? w.cols / BLOCK : w.group_size / BLOCK;
-    int64_t tile = L2_NBYTES / w.cols / TOKEN_TILE * TOKEN_TILE;
-    if (tile < 4 * TOKEN_TILE) tile = 4 * TOKEN_TILE;
+    int64_t tile = L2_NBYTES / w.cols / 12 * 12;
+    if (tile < 24) tile = 24;
     for (int64_t t0 = 0; t0 < num_tokens; t0 += tile) {
         const int64_t t1 = t0 + tile < num_tokens ? t0 + tile : num_tokens;
         for (int64_t g = group_begin; g < group_end; g++) {
@@ -267,14 +267,15 @@ static void quantized_linear(const PackedMatrix& w, const QuantizedActivations& 
             const int64_t row = g * LANES;
             const int num_rows = w.rows - row < LANES ? (int)(w.rows - row) : LANES;
             if constexpr (UNPACKS_FOR_MANY && Packed::BITS < 8) {
-                if (t1 - t0 > TOKEN_TILE) {
+                // Unpacking costs more than packed codes that are read twice, unless they are slow to read.
+                if (t1 - t0 > (Packed::BITS == 4 ? 2 * TOKEN_TILE : TOKEN_TILE)) {
                     unpack_group<Packed>(p, per_super, w.cols / BLOCK, (uint8_t*)scratch);
-                    quantized_rows<UnpackedBlock<Packed>>((const uint8_t*)scratch, 1, q, t0, t1, y + row, y_stride,
-                                                          num_rows);
+                    quantized_rows<UnpackedBlock<Packed>, 3, 4>((const uint8_t*)scratch, 1, q, t0, t1, y + row, y_stride,
+                                                                num_rows);
                     continue;
                 }
             }
-            quantized_rows<Packed>(p, per_super, q, t0, t1, y + row, y_stride, num_rows);
+            quantized_rows<Packed, 1, TOKEN_TILE>(p, per_super, q, t0, t1, y + row, y_stride, num_rows);
         }
     }
 }
@@ -345,7 +346,7 @@ static void float_linear(const PackedMatrix& w, const float* x, int64_t num_toke
             const float* in = x + t * w.cols;
             float* out = y + t * y_stride;
             const int64_t tiles = (left + FLOAT_TOKEN_TILE - 1) / FLOAT_TOKEN_TILE, n = (left + tiles - 1) / tiles;
-            with_tokens<FLOAT_TOKEN_TILE>(n, [&](auto tokens) {
+            with_tokens<1, FLOAT_TOKEN_TILE>(n, [&](auto tokens) {
                 constexpr int T = tokens.value, G = FLOAT_ACCUMULATORS / T < 8 ? FLOAT_ACCUMULATORS / T : 8;
                 float_groups<FORMAT, G, T>(w, in, g0, g1, out, y_stride);
             });

@@ -65,7 +65,7 @@ static inline vf pow2(vf n) {  // 2^n for integral -126 <= n <= 127
 }
 
 // ---- tiles, for 16 registers
-constexpr int TOKEN_TILE = 4;            // tokens that a row group's codes meet at once
+constexpr int TOKEN_TILE = 6;            // tokens that a row group's codes meet at once
 constexpr bool UNPACKS_FOR_MANY = true;  // whether codes are unpacked into memory first where there are more
 constexpr int FLOAT_TOKEN_TILE = 6;
 constexpr int FLOAT_ACCUMULATORS = 12;
