@@ -2,12 +2,14 @@
 
 Three launches for any mix of rows. The first finds, for rows with a cut (top_k, top_p, min_p), the least logit that
 may be sampled: a bisection over the bits of float32, in which order is that of integers, so that nothing is sorted and
-a row without a cut costs nothing. The second takes the best of logits plus Gumbel noise in each part of the
-vocabulary, the third the best of those. Greedy rows have no noise. The noise has the bits of `sol.sampling.noise`
-(SplitMix64), and its two logarithms are those of CUDA's library, as torch takes them on a GPU.
+a row without a cut costs nothing. It searches among the tokens that are not hopeless, which it gathers first: usually
+a few hundred. Only where they are too many or not enough does it search the whole row. The second takes the best of
+logits plus Gumbel noise in each part of the vocabulary, the third the best of those. Greedy rows have no noise. The
+noise has the bits of `sol.sampling.noise` (SplitMix64), and its two logarithms are those of CUDA's library, as torch
+takes them on a GPU.
 
-What bounds it: reading the logits once (the second), and for cut rows about 20 to 60 passes of one multiprocessor
-over a row that lies in the L2 cache.
+What bounds it: reading the logits once (the second), and for cut rows two or three passes of one multiprocessor over
+a row that lies in the L2 cache; up to 70 where the distribution is so flat that thousands of tokens are likely.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ from sol.ops.gpu.launch import INTERPRETED
 
 _CHUNK: Final = 4096
 _SCAN: Final = 8192
+_CAPACITY: Final = 16384
+"""Of a row's gathered tokens."""
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 _LOWEST = tl.constexpr(-(2**31))
 _STEPS = tl.constexpr(33)
+_HOPE = tl.constexpr(8.0)
+"""A token is hopeless if it is e^8, about 3000, times less likely than the likeliest."""
 
 
 def sample_rows(
@@ -48,12 +54,24 @@ def sample_rows(
     count, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, _CHUNK)
     device = logits.device
+    gathered = torch.empty((count, _CAPACITY), dtype=torch.float32, device=device)
     threshold = torch.empty(count, dtype=torch.float32, device=device)
     best = torch.empty((count, chunks), dtype=torch.float32, device=device)
     best_ids = torch.empty((count, chunks), dtype=torch.int32, device=device)
     temperature, top_k, top_p, log_min_p, choice_key, num_prompt_tokens = parameters
     _threshold_kernel[(count,)](
-        logits, rows, temperature, top_k, top_p, log_min_p, threshold, vocabulary, BLOCK=_SCAN, num_warps=16
+        logits,
+        rows,
+        temperature,
+        top_k,
+        top_p,
+        log_min_p,
+        gathered,
+        threshold,
+        vocabulary,
+        CAPACITY=_CAPACITY,
+        BLOCK=_SCAN,
+        num_warps=16,
     )
     _best_kernel[(count, chunks)](
         logits,
@@ -90,7 +108,17 @@ def _unordered(key):
 
 @triton.jit
 def _threshold_kernel(
-    logits, rows, temperatures, top_ks, top_ps, log_min_ps, thresholds, vocabulary, BLOCK: tl.constexpr
+    logits,
+    rows,
+    temperatures,
+    top_ks,
+    top_ps,
+    log_min_ps,
+    gathered,
+    thresholds,
+    vocabulary,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0)
     row = tl.load(rows + index)
@@ -102,21 +130,34 @@ def _threshold_kernel(
         tl.store(thresholds + index, -float("inf"))
         return
     start = logits + index.to(tl.int64) * vocabulary
+    few = gathered + index.to(tl.int64) * CAPACITY
     offsets = tl.arange(0, BLOCK)
     high = tl.full([BLOCK], -float("inf"), tl.float32)
     for first in range(0, vocabulary, BLOCK):
         mask = first + offsets < vocabulary
         high = tl.maximum(high, tl.load(start + first + offsets, mask, other=-float("inf")))
     most = tl.div_rn(tl.max(high), temperature)
+    least = most - _HOPE
+    num_few = tl.full([], 0, tl.int32)
+    for first in range(0, vocabulary, BLOCK):
+        mask = first + offsets < vocabulary
+        scaled = tl.div_rn(tl.load(start + first + offsets, mask, other=0.0), temperature)
+        hopeful = (mask & (scaled >= least)).to(tl.int32)
+        places = num_few + tl.cumsum(hopeful, 0) - 1
+        tl.store(few + places, scaled, (hopeful > 0) & (places < CAPACITY))
+        num_few += tl.sum(hopeful)
+    tl.debug_barrier()  # what one thread has stored others read
+    fits = num_few <= CAPACITY
     threshold = _ordered(most + log_min_p)
     # Both searches halve a range of 33-bit keys until one is left.
     if (top_k > 0) & (top_k < vocabulary):
+        source, length, divisor = _choose(fits & (num_few >= top_k), few, num_few, start, vocabulary, temperature)
         enough = tl.full([], _LOWEST, tl.int64)  # top_k tokens or more are there or above
         too_few = _ordered(most) + 1
         for _ in range(_STEPS):
             if too_few - enough > 1:
                 middle = enough + (too_few - enough) // 2
-                found = _count(start, vocabulary, temperature, middle, BLOCK)
+                found = _count(source, length, divisor, middle, BLOCK)
                 if found >= top_k:
                     enough = middle
                 else:
@@ -126,18 +167,36 @@ def _threshold_kernel(
         threshold = tl.maximum(threshold, enough)
     if top_p < 1.0:
         # Of what is left, tokens stay while the mass of those above them is less than top_p of all of it.
-        wanted = top_p * _mass(start, vocabulary, temperature, most, threshold - 1, BLOCK)
         too_much = threshold - 1
         little = _ordered(most)
+        complete = fits & (threshold >= _ordered(least))
+        source, length, divisor = _choose(complete, few, num_few, start, vocabulary, temperature)
+        wanted = top_p * _mass(source, length, divisor, most, too_much, BLOCK)
+        if fits & (threshold < _ordered(least)):
+            suffices = _mass(few, num_few, 1.0, most, too_much, BLOCK) >= wanted
+            source, length, divisor = _choose(suffices, few, num_few, start, vocabulary, temperature)
         for _ in range(_STEPS):
             if little - too_much > 1:
                 middle = too_much + (little - too_much) // 2
-                if _mass(start, vocabulary, temperature, most, middle, BLOCK) < wanted:
+                if _mass(source, length, divisor, most, middle, BLOCK) < wanted:
                     little = middle
                 else:
                     too_much = middle
         threshold = little
     tl.store(thresholds + index, _unordered(threshold))
+
+
+@triton.jit
+def _choose(first, few, num_few, start, vocabulary, temperature):
+    """Where to search: tokens gathered, which are divided by the temperature already, or all of them."""
+    source = start
+    length = vocabulary
+    divisor = temperature
+    if first:
+        source = few
+        length = num_few
+        divisor = 1.0
+    return source, length, divisor
 
 
 @triton.jit
