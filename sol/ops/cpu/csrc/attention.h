@@ -44,15 +44,29 @@ struct SegmentView {
         const int32_t position = slab * SLAB;
         return reinterpret_cast<const T*>(blocks[position / slots]) + position % slots;
     }
+    const uint8_t* values(int32_t slab) const {
+        const int32_t position = slab * SLAB;
+        return blocks[position / slots] + value_offset + position % slots * (int64_t)pitch * (int64_t)sizeof(T);
+    }
     int32_t position(int32_t token) const { return token / block_size * slots + token % block_size; }
 };
 
 // scores[r][slab · SLAB + …] = q[r] · key for COUNT neighbouring slabs.
 template <int R, int COUNT, class T>
-static inline void score_slabs(const SegmentView<T>& view, const float* q, int32_t slab, float* scores) {
+static inline void score_slabs(const SegmentView<T>& view, const float* q, int32_t slab, int32_t end, float* scores) {
     constexpr int N = COUNT * SLAB_VECTORS;
+    // Few rows wait for memory. Slabs lie apart, which no hardware prefetcher foresees: the next keys are asked for in
+    // good time, and the values, which come after all keys of the segment.
+    constexpr bool PREFETCH = R <= 3;
     const T* keys[COUNT];
-    for (int c = 0; c < COUNT; c++) keys[c] = view.keys(slab + c);
+    const uint8_t* next_keys[COUNT];
+    const uint8_t* values[COUNT];
+    for (int c = 0; c < COUNT; c++) {
+        keys[c] = view.keys(slab + c);
+        const int32_t next = slab + COUNT + c;
+        next_keys[c] = reinterpret_cast<const uint8_t*>(view.keys(next < end ? next : slab + c));
+        values[c] = view.values(slab + c);
+    }
     const int32_t head_dim = view.head_dim;
     const int64_t stride = view.slots;
     vf acc[R][N];
@@ -62,6 +76,13 @@ static inline void score_slabs(const SegmentView<T>& view, const float* q, int32
         for (int n = 0; n < N; n++) acc[r][n] = zero();
     }
     for (int32_t d = 0; d < head_dim; d++) {
+        if constexpr (PREFETCH) {
+#pragma GCC unroll 16
+            for (int c = 0; c < COUNT; c++) {
+                __builtin_prefetch(next_keys[c] + d * stride * (int64_t)sizeof(T), 0, 3);
+                __builtin_prefetch(values[c] + d * (int64_t)sizeof(T) * SLAB, 0, 2);
+            }
+        }
         // The fewer of the two stay in registers beside the accumulators.
         if constexpr (R < N) {
             vf element[R];
@@ -97,8 +118,8 @@ static inline void score_slabs(const SegmentView<T>& view, const float* q, int32
 template <int R, class T>
 static void score(const SegmentView<T>& view, const float* q, int32_t slab, int32_t end, float* scores) {
     constexpr int AT_ONCE = R == 1 ? 4 : R <= 3 ? 2 : 1;  // enough chains to hide the latency of fma
-    for (; slab + AT_ONCE <= end; slab += AT_ONCE) score_slabs<R, AT_ONCE>(view, q, slab, scores);
-    for (; slab < end; slab++) score_slabs<R, 1>(view, q, slab, scores);
+    for (; slab + AT_ONCE <= end; slab += AT_ONCE) score_slabs<R, AT_ONCE>(view, q, slab, end, scores);
+    for (; slab < end; slab++) score_slabs<R, 1>(view, q, slab, end, scores);
 }
 
 // acc[r][…] += Σ p[r][key] · value[key] over tokens [begin, end) of the segment, for N vectors of columns.
@@ -118,14 +139,27 @@ static inline void mix_columns(const SegmentView<T>& view, const float* p, int32
         const T* values = reinterpret_cast<const T*>(view.blocks[block] + view.value_offset) + column;
         const float* weights = p + block * view.slots;
         for (int32_t slot = from; slot < to; slot++) {
-            vf value[N];
+            const T* row = values + (int64_t)slot * view.pitch;
+            if constexpr (R < N) {
+                vf weight[R];
 #pragma GCC unroll 16
-            for (int n = 0; n < N; n++) value[n] = load_kv(values + (int64_t)slot * view.pitch + n * LANES);
+                for (int r = 0; r < R; r++) weight[r] = set1(weights[r * SEGMENT_SLOTS + slot]);
 #pragma GCC unroll 16
-            for (int r = 0; r < R; r++) {
-                const vf weight = set1(weights[r * SEGMENT_SLOTS + slot]);
+                for (int n = 0; n < N; n++) {
+                    const vf value = load_kv(row + n * LANES);
 #pragma GCC unroll 16
-                for (int n = 0; n < N; n++) acc[r][n] = fma(weight, value[n], acc[r][n]);
+                    for (int r = 0; r < R; r++) acc[r][n] = fma(weight[r], value, acc[r][n]);
+                }
+            } else {
+                vf value[N];
+#pragma GCC unroll 16
+                for (int n = 0; n < N; n++) value[n] = load_kv(row + n * LANES);
+#pragma GCC unroll 16
+                for (int r = 0; r < R; r++) {
+                    const vf weight = set1(weights[r * SEGMENT_SLOTS + slot]);
+#pragma GCC unroll 16
+                    for (int n = 0; n < N; n++) acc[r][n] = fma(weight, value[n], acc[r][n]);
+                }
             }
         }
     }
@@ -138,7 +172,7 @@ static inline void mix_columns(const SegmentView<T>& view, const float* p, int32
 
 template <int R, class T>
 static void mix(const SegmentView<T>& view, const float* p, int32_t begin, int32_t end, float* out) {
-    constexpr int N = R == 1 ? 8 : R == 2 ? 4 : 2;
+    constexpr int N = R == 1 ? 8 : R <= 3 ? 4 : 2;
     int32_t column = 0;
     for (; column + N * LANES <= view.pitch; column += N * LANES) mix_columns<R, N>(view, p, begin, end, column, out);
     if constexpr (N > 2) {
