@@ -26,7 +26,7 @@ class _Buffer:
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
-        self._event = torch.cuda.Event() if self._pinned else None
+        self._event = torch.cuda.Event() if self._pinned else None  # type: ignore[no-untyped-call]
         self._memory = torch.empty(0, dtype=torch.int64)
 
     def take(self, size: int) -> torch.Tensor:
