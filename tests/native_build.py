@@ -89,8 +89,8 @@ def build_driver(driver: str, variant: str = "plain", *, jobs: int = 1, verbose:
     missing = _not_executed() if wanted.sanitize else set()
     objects = builder.compile_sources(cxx, directory, extra, leave_out=missing, jobs=jobs, verbose=verbose)
     if missing:  # kernels that this processor cannot execute need no instruments
-        every = builder.compile_sources(cxx, ROOT / "build" / "native", jobs=jobs, verbose=verbose)
-        objects |= {stem: path for stem, path in every.items() if stem in missing}
+        others = {source.stem for source in builder.SOURCES.glob("*.cpp")} - missing
+        objects |= builder.compile_sources(cxx, ROOT / "build" / "native", leave_out=others, jobs=jobs, verbose=verbose)
     output = driver_objects / driver
     sources = [DRIVERS / f"{driver}.cpp", *sorted(DRIVERS.glob("*.h"))]
     newest = max(path.stat().st_mtime for path in [*sources, *objects.values(), Path(builder.__file__), Path(__file__)])
