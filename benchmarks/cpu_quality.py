@@ -88,18 +88,16 @@ class Quality:
     """Of one engine on one file."""
 
     divergences: list[torch.Tensor] = field(default_factory=list)
-    """[tokens] float64 of each chunk"""
+    """[rows] float64 each"""
     same: int = 0
     tokens: int = 0
 
-    def add(self, base: torch.Tensor, logits: torch.Tensor) -> None:
-        assert base.shape == logits.shape
-        for begin in range(0, len(base), SLICE):
-            p = base[begin : begin + SLICE].double().log_softmax(-1)
-            q = logits[begin : begin + SLICE].double().log_softmax(-1)
-            self.divergences.append((p.exp() * (p - q)).sum(-1))
-        self.same += int((base.argmax(-1) == logits.argmax(-1)).sum())
-        self.tokens += len(base)
+    def add(self, expected: torch.Tensor, logits: torch.Tensor) -> None:
+        """`expected`: the base's log probabilities, [rows, vocabulary] float64, as many as `logits` has rows."""
+        log_p, log_q = expected, logits.double().log_softmax(-1)
+        self.divergences.append((log_p.exp() * (log_p - log_q)).sum(-1))
+        self.same += int((log_p.argmax(-1) == logits.argmax(-1)).sum())
+        self.tokens += len(logits)
 
     def blocks(self) -> torch.Tensor:
         return torch.cat(self.divergences).view(-1, BLOCK).mean(-1)
@@ -133,7 +131,7 @@ def main() -> int:
     ids = Tokenizer.from_files(resolve(DEFAULT_MODEL)).encode((HERE / "quality_text.txt").read_text(encoding="utf-8"))
     chunks = [ids[begin : begin + CHUNK] for begin in range(0, len(ids) - CHUNK + 1, CHUNK)]
     if args.quick:
-        chunks = chunks[:2]
+        chunks = chunks[:1]
     threads = torch.get_num_threads()
     engines: dict[tuple[str, str], Logits] = {}
     qualities: dict[tuple[str, str], Quality] = {}
@@ -151,8 +149,12 @@ def main() -> int:
             say(f"chunk {number} of {len(chunks)}")
             torch.set_num_threads(threads)
             expected = base(chunk)
-            for name, logits in engines.items():
-                qualities.setdefault(name, Quality()).add(expected, logits(chunk))
+            made = {name: logits(chunk) for name, logits in engines.items()}
+            for begin in range(0, CHUNK, SLICE):
+                rows = slice(begin, begin + SLICE)
+                log_p = expected[rows].double().log_softmax(-1)
+                for name, logits in made.items():
+                    qualities.setdefault(name, Quality()).add(log_p, logits[rows])
 
     for (engine, kind), quality in qualities.items():
         report.row(
