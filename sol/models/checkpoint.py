@@ -19,6 +19,7 @@ from sol.models.quantized_checkpoint import QuantizedCheckpoint
 from sol.models.requantized_checkpoint import RequantizedCheckpoint
 from sol.models.safetensors_files import SafetensorsFiles
 from sol.models.source import ModelFiles
+from sol.models.upload import Uploader
 from sol.ops.weights import Dense, Stored
 
 
@@ -82,6 +83,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, files: ModelFiles) -> None:
         self._files = SafetensorsFiles(files)
+        self._uploader: Uploader | None = None
 
     def names(self) -> frozenset[str]:
         return frozenset(self._files.tensors)
@@ -97,8 +99,13 @@ class SafetensorsCheckpoint:
         return sum(tensor.nbytes for tensor in self._files.tensors.values())
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        tensor = self._files.read(name)
+        if torch.device(device).type == "cpu":
+            return tensor.to(dtype)
         # To the device first: there the conversion is faster, and what travels is no larger than what is stored.
-        return self._files.read(name).to(device=device).to(dtype=dtype)
+        if self._uploader is None:
+            self._uploader = Uploader(torch.device(device))
+        return self._uploader.upload(tensor).to(dtype)
 
     def stored(self, name: str) -> Stored:
         return Dense(self._files.read(name))
