@@ -152,10 +152,45 @@ def measure(core: EngineCore, streams: int, *, steps: int = 60, **params: Any) -
     core.abort([f"{streams}-{index}" for index in range(streams)])
     drain(core)
     return {
-        "step_ms": statistics.median(walls) * 1e3,
-        "device_ms": begin.elapsed_time(end) / steps,
-        **{f"host_{name}_ms": value / (steps // 2) * 1e3 for name, value in spent.items()},
+        "step_ms": round(statistics.median(walls) * 1e3, 4),
+        "device_ms": round(begin.elapsed_time(end) / steps, 4),
+        **{f"host_{name}_ms": round(value / (steps // 2) * 1e3, 4) for name, value in spent.items()},
     }
+
+
+@torch.inference_mode()
+def measure_verification(core: EngineCore, tokens: int, *, context: int = PROMPT, steps: int = 60) -> dict[str, float]:
+    """Milliseconds of a forward pass of so many tokens of one request, in a graph, without sampling."""
+    from sol.ops.gpu.batch import DeviceBatch
+    from sol.ops.program import run
+
+    graphs = core._runner._graphs  # type: ignore[attr-defined]
+    device = torch.device("cuda")
+    length = context + tokens
+    batch: Any = DeviceBatch(
+        token_ids=torch.arange(1000, 1000 + tokens, device=device),
+        positions=torch.arange(context, length, device=device),
+        slot_mapping=torch.arange(context, length, device=device),
+        block_table=torch.arange(-(-length // 16), dtype=torch.int32, device=device).unsqueeze(0),
+        query_start_loc=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
+        logits_rows=slice(None),
+        max_query_len=tokens,
+        max_seq_len=core.info.max_model_len,
+    )
+    run(graphs._program, graphs._ops, batch, graphs._kv_cache)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(graphs._program, graphs._ops, batch, graphs._kv_cache)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    begin.record()
+    for _ in range(steps):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return {"device_ms": round(begin.elapsed_time(end) / steps, 4)}
 
 
 def main() -> None:
@@ -182,9 +217,13 @@ def main() -> None:
     rows = []
     for streams in STREAMS:
         for name, params in (("greedy", {}), ("top_p", {"temperature": 1.0, "top_p": 0.9, "top_k": 50})):
-            row = {"streams": streams, "sampling": name, **measure(core, streams, **params)}
+            row: dict[str, Any] = {"streams": streams, "sampling": name, **measure(core, streams, **params)}
             rows.append(row)
-            print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+            print(json.dumps(row), flush=True)
+    for tokens in (6, 16):
+        row = {"verified_tokens": tokens, **measure_verification(core, tokens)}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
     if args.json:
         result = {
             "benchmark": "gpu_engine",
