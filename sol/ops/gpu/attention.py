@@ -95,7 +95,7 @@ def _attend_block(
     return new_m, total, acc
 
 
-@triton.jit(do_not_specialize=["max_chunks"])
+@triton.jit(do_not_specialize=["max_chunks", "few_tokens", "tiles"])
 def _attend_few_kernel(
     q,
     keys,
@@ -110,14 +110,14 @@ def _attend_few_kernel(
     scale,
     softcap,
     max_chunks,
-    FEW_TOKENS: tl.constexpr,
+    few_tokens,
+    tiles,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    TILES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -126,8 +126,8 @@ def _attend_few_kernel(
 ):
     """Programs: (request · tile of query tokens, key/value head, share of the chunks)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    request = tl.program_id(0) // TILES
-    first = (tl.program_id(0) % TILES) * BLOCK_Q
+    request = tl.program_id(0) // tiles
+    first = (tl.program_id(0) % tiles) * BLOCK_Q
     kv_head = tl.program_id(1)
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
@@ -135,7 +135,7 @@ def _attend_few_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if (query_len > FEW_TOKENS) | (first >= query_len):
+    if (query_len > few_tokens) | (first >= query_len):
         return
     i = tl.arange(0, BLOCK_M)
     token = first + i // GROUP
@@ -175,7 +175,7 @@ def _attend_few_kernel(
         alone = (own_first_start >= begin) & (own_last < chunk_start(chunk + 1))
         tl.store(out + row[:, None] * SIZE + d[None, :], result.to(out.dtype.element_ty), mask=mask & alone[:, None])
         several = valid & (alone == 0)
-        cell = (request * (TILES * BLOCK_Q) + token).to(tl.int64) * HEADS + head
+        cell = (request * (tiles * BLOCK_Q) + token).to(tl.int64) * HEADS + head
         cell = cell * max_chunks + chunk
         tl.store(partial + cell[:, None] * SIZE + d[None, :], result, mask=mask & several[:, None])
         lse = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
@@ -183,7 +183,7 @@ def _attend_few_kernel(
         chunk += tl.num_programs(2)
 
 
-@triton.jit(do_not_specialize=["max_chunks"])
+@triton.jit(do_not_specialize=["max_chunks", "few_tokens", "slots"])
 def _combine_kernel(
     partial,
     partial_lse,
@@ -191,18 +191,17 @@ def _combine_kernel(
     query_start_loc,
     seq_lens,
     max_chunks,
-    FEW_TOKENS: tl.constexpr,
+    few_tokens,
+    slots,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SLOTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Programs: (request · query token, head). Adds up a row's chunks, 16 at a time, in their order."""
-    request = tl.program_id(0) // TOKENS
-    token = tl.program_id(0) % TOKENS
+    request = tl.program_id(0) // few_tokens
+    token = tl.program_id(0) % few_tokens
     head = tl.program_id(1)
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
@@ -210,7 +209,7 @@ def _combine_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if (query_len > FEW_TOKENS) | (token >= query_len):
+    if (query_len > few_tokens) | (token >= query_len):
         return
     last = chunk_of(position)
     chunk = 0
@@ -220,7 +219,7 @@ def _combine_kernel(
         return
     d = tl.arange(0, BLOCK_D)
     c = tl.arange(0, PER_LEVEL)
-    first = (request * SLOTS + token).to(tl.int64) * HEADS + head
+    first = (request * slots + token).to(tl.int64) * HEADS + head
     first *= max_chunks
     m = float("-inf")
     total = 0.0
@@ -244,7 +243,7 @@ def _combine_kernel(
     tl.store(out + row * SIZE + d, (acc / total).to(out.dtype.element_ty), mask=d < SIZE)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "few_tokens"])
 def _attend_many_kernel(
     q,
     keys,
@@ -257,7 +256,7 @@ def _attend_many_kernel(
     stride_table,
     scale,
     softcap,
-    FEW_TOKENS: tl.constexpr,
+    few_tokens,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -270,7 +269,7 @@ def _attend_many_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs: (tile of query tokens, key/value head). Tiles of request r start at query_start_loc[r] // BLOCK_Q + r."""
+    """Programs: (tile of query tokens, key/value head). Request r's begin at query_start_loc[r] // BLOCK_Q + r."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     # The last tiles of a request see most keys: they go first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -291,7 +290,7 @@ def _attend_many_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if (query_len <= FEW_TOKENS) | (first >= query_len):
+    if (query_len <= few_tokens) | (first >= query_len):
         return
     i = tl.arange(0, BLOCK_M)
     token = first + i // GROUP
@@ -391,22 +390,20 @@ def attend(
         tiles = triton.cdiv(few, block_q)
         chunks = num_chunks(batch.max_seq_len)
         slots = tiles * block_q
-        partial = lse = None
-        if chunks > 1:
-            partial = torch.empty(requests * slots * heads * chunks * size, dtype=torch.float32, device=q.device)
-            lse = torch.empty(requests * slots * heads * chunks, dtype=torch.float32, device=q.device)
+        cells = requests * slots * heads * chunks if chunks > 1 else 1  # a row with one chunk needs none
+        partial = torch.empty(cells, size, dtype=torch.float32, device=q.device)
+        lse = torch.empty(cells, dtype=torch.float32, device=q.device)
         shares = config.few_programs * num_processors(q.device) // (requests * tiles * kv_heads)
         shares = max(1, min(chunks, shares))
         _attend_few_kernel[(requests * tiles, kv_heads, shares)](
-            q, keys, values, out, out if partial is None else partial, out if lse is None else lse,
-            batch.block_table, batch.query_start_loc, batch.seq_lens, batch.block_table.stride(0),
-            scale, softcap or 0.0, chunks, FEW_TOKENS=few, TILES=tiles, BLOCK_Q=block_q, BLOCK_M=block_m,
+            q, keys, values, out, partial, lse, batch.block_table, batch.query_start_loc, batch.seq_lens, batch.block_table.stride(0),
+            scale, softcap or 0.0, chunks, few, tiles, BLOCK_Q=block_q, BLOCK_M=block_m,
             BLOCK_N=config.few_block_n, num_warps=config.few_warps, num_stages=config.few_stages, **common,
         )  # fmt: skip
         if chunks > 1:
             _combine_kernel[(requests * few, heads)](
-                partial, lse, out, batch.query_start_loc, batch.seq_lens, chunks,
-                FEW_TOKENS=few, HEADS=heads, SIZE=size, WINDOW=window or 0, TOKENS=few, SLOTS=slots, BLOCK_D=block_d,
+                partial, lse, out, batch.query_start_loc, batch.seq_lens, chunks, few, slots,
+                HEADS=heads, SIZE=size, WINDOW=window or 0, BLOCK_D=block_d,
                 num_warps=4, **pdl_options(q.device),
             )  # fmt: skip
     if inputs.many:
@@ -415,7 +412,7 @@ def attend(
         block_n = config.many_block_n if block_d <= 128 else 64
         _attend_many_kernel[(triton.cdiv(q.shape[0], block_q) + requests, kv_heads)](
             q, keys, values, out, batch.block_table, batch.query_start_loc, batch.seq_lens, requests,
-            batch.block_table.stride(0), scale, softcap or 0.0, FEW_TOKENS=inputs.few_tokens, BLOCK_Q=block_q,
+            batch.block_table.stride(0), scale, softcap or 0.0, inputs.few_tokens, BLOCK_Q=block_q,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=config.many_warps, num_stages=config.many_stages, **common,
         )  # fmt: skip
     return out
