@@ -34,13 +34,13 @@ def test_flags_reach_the_configuration() -> None:
         "serve", "org/name", "--load-format", "dummy", "--dtype", "bfloat16", "--device", "cpu",
         "--max-model-len", "4K", "--max-num-seqs", "7", "--max-num-batched-tokens", "1k",
         "--max-num-prefill-tokens", "99", "--gpu-memory-utilization", "0.5", "--kv-cache-memory-bytes", "1.5G",
-        "--block-size", "32", "--cpu-kernels", "portable", "--kv-cache-dtype", "int8",
+        "--block-size", "32", "--cpu-kernels", "portable", "--kv-cache-dtype", "int8", "--quantization", "int4",
         "--no-enable-prefix-caching", "--seed", "-3",
     )  # fmt: skip
     expected = EngineConfig(
         model="org/name", load_format="dummy", dtype="bfloat16", device="cpu", max_model_len=4096, max_num_seqs=7,
         max_num_batched_tokens=1000, max_num_prefill_tokens=99, gpu_memory_utilization=0.5,
-        kv_cache_memory_bytes=3 * 2**29, block_size=32, cpu_kernels="portable", kv_cache_dtype="int8",
+        kv_cache_memory_bytes=3 * 2**29, block_size=32, cpu_kernels="portable", kv_cache_dtype="int8", quantization="int4",
         enable_prefix_caching=False, seed=-3,
     )  # fmt: skip
     assert engine_config(args) == expected
