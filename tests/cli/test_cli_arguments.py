@@ -40,8 +40,8 @@ def test_flags_reach_the_configuration() -> None:
     expected = EngineConfig(
         model="org/name", load_format="dummy", dtype="bfloat16", device="cpu", max_model_len=4096, max_num_seqs=7,
         max_num_batched_tokens=1000, max_num_prefill_tokens=99, gpu_memory_utilization=0.5,
-        kv_cache_memory_bytes=3 * 2**29, block_size=32, cpu_kernels="portable", kv_cache_dtype="int8", quantization="int4",
-        enable_prefix_caching=False, seed=-3,
+        kv_cache_memory_bytes=3 * 2**29, block_size=32, cpu_kernels="portable", kv_cache_dtype="int8",
+        quantization="int4", enable_prefix_caching=False, seed=-3,
     )  # fmt: skip
     assert engine_config(args) == expected
     plain = EngineConfig()
