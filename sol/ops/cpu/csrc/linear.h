@@ -27,6 +27,7 @@ struct PackedBlock {
     static constexpr Layout LAYOUT = layout_of(FORMAT);
     static constexpr int BITS = LAYOUT.bits;
     static constexpr int BLOCKS_PER_SUPER = LAYOUT.blocks_per_super;
+    static constexpr bool IN_MEMORY = true;
     static constexpr int VECTOR = 4 * LANES;
     static constexpr int CODES_NBYTES = 4 * BITS * LANES;
     static constexpr int HEADER_NBYTES = LAYOUT.header * LANES;
@@ -103,6 +104,7 @@ struct UnpackedBlock {
     static constexpr Rule RULE = Packed::RULE;
     static constexpr int OFFSET = Packed::OFFSET;
     static constexpr int BLOCKS_PER_SUPER = 1;
+    static constexpr bool IN_MEMORY = false;
     static constexpr int VECTOR = 4 * LANES;
     static constexpr int HEADER_NBYTES = 0;
     static constexpr int BLOCK_NBYTES = (8 + (RULE == Rule::OFFSET ? 1 : 2)) * VECTOR;
@@ -177,6 +179,15 @@ static inline void block_product(const uint8_t* p, const Scales& header, const i
     }
 }
 
+// Weights are read once, from main memory as a rule, and each block is a lot of arithmetic: the processor's own prefetching
+// does not run far enough ahead (measured on Zen 3: 1.2 times faster with it). Past the matrix it does nothing.
+constexpr int PREFETCH_NBYTES = 2048;
+
+template <int NBYTES>
+static inline void prefetch(const uint8_t* p) {
+    SOL_UNROLL for (int i = 0; i < NBYTES; i += 64) __builtin_prefetch(p + PREFETCH_NBYTES + i);
+}
+
 static inline void store_rows(float* y, vf acc, int num_rows) {
     if (num_rows == LANES) {
         store(y, acc);
@@ -200,6 +211,7 @@ static void quantized_tile(const uint8_t* p, int64_t per_super, const QuantizedA
         const Scales header = B::header(p);
         p += B::HEADER_NBYTES;
         for (int64_t i = b; i < b + per_super; i++) {
+            if constexpr (B::IN_MEMORY) prefetch<B::BLOCK_NBYTES>(p);
             block_product<B, T>(p, header, x, cols, scales + i, sums + i, blocks, acc);
             p += B::BLOCK_NBYTES;
             x += BLOCK;
@@ -303,6 +315,10 @@ static void float_tile(const uint8_t* p, int64_t group_nbytes, const float* x, i
         SOL_UNROLL for (int t = 0; t < T; t++) acc[g][t] = zero();
     }
     for (int64_t c = 0; c < cols; c++) {
+        if constexpr (G < 8) {  // eight streams keep the memory busy as they are
+            SOL_UNROLL for (int g = 0; g < G; g++)
+                prefetch<COLUMN_NBYTES>(p + g * group_nbytes + c * COLUMN_NBYTES);
+        }
         vf w[G];
         SOL_UNROLL for (int g = 0; g < G; g++) w[g] = load_weight<FORMAT>(p + g * group_nbytes + c * COLUMN_NBYTES);
         SOL_UNROLL for (int t = 0; t < T; t++) {
