@@ -35,8 +35,48 @@ PROMPT = 128
 STREAMS = (1, 8, 32, 64, 128, 256)
 
 
-def check_sampling() -> None:
-    """The sampling kernels against torch on the same device, over many rows and positions of a real vocabulary."""
+def check_inputs() -> None:
+    """The kernel that makes a decode step's inputs against its twin."""
+    from sol.ops.gpu.batch import DeviceBatch
+    from sol.ops.gpu.inputs import decode_inputs
+    from sol.runner.device_rows import DeviceRows
+
+    device = torch.device("cuda")
+    size, max_blocks = 64, 600
+    lengths = torch.randint(1, max_blocks * 16, (size,))
+    new_blocks = torch.where(torch.rand(size) < 0.3, torch.randint(0, 9999, (size,)), -1)
+    tokens = torch.where(torch.rand(size) < 0.5, torch.randint(0, 9999, (size,)), -1)
+    inputs = torch.stack([torch.randperm(size), tokens, lengths, new_blocks]).to(device)
+    table, last = torch.randint(0, 9999, (size, max_blocks)).int(), torch.randint(0, 9999, (size,))
+    results = []
+    for kernel in (True, False):
+        rows = DeviceRows(size, max_blocks, 9999, device)
+        rows.block_table[:size] = table.to(device)
+        rows.last_token_ids[:size] = last.to(device)
+        batch = DeviceBatch(
+            token_ids=torch.full((size,), -9, device=device),
+            positions=torch.full((size,), -9, device=device),
+            slot_mapping=torch.full((size,), -9, device=device),
+            block_table=torch.full((size, max_blocks), -9, dtype=torch.int32, device=device),
+            query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=device),
+            seq_lens=torch.full((size,), -9, dtype=torch.int32, device=device),
+            logits_rows=slice(None),
+            max_query_len=1,
+            max_seq_len=max_blocks * 16,
+        )
+        if kernel:
+            decode_inputs(inputs, rows.block_table, rows.last_token_ids, batch, 16)
+        else:
+            rows.decode_inputs(inputs, batch, 16)
+        seen = torch.arange(max_blocks, device=device) * 16 < lengths.to(device).unsqueeze(1)
+        results.append([rows.block_table, batch.token_ids, batch.positions, batch.slot_mapping, batch.seq_lens])
+        results[-1].append(torch.where(seen, batch.block_table, 0))
+    assert all(torch.equal(found, wanted) for found, wanted in zip(*results, strict=True))
+    print("inputs: as torch's")
+
+
+def check_sampling(vocabulary: int, rounds: int) -> None:
+    """The sampling kernels against torch on the same device, over many rows and positions."""
     from sol.ops.gpu import sampling
     from sol.sampling.processing import SamplingRow
 
@@ -49,8 +89,8 @@ def check_sampling() -> None:
         SamplingParams(temperature=2.0, min_p=0.05),
         SamplingParams(temperature=1.5, top_k=1000, top_p=0.8, min_p=0.01),
     ]
-    vocabulary, count, different = 128256, 48, 0
-    for position in range(20):
+    count, different = 48, 0
+    for position in range(rounds):
         logits = torch.randn(count, vocabulary, device=device) * 3
         parameters = batched.SamplingParameters.empty(count, torch.device("cpu"))
         for index in range(count):
@@ -62,7 +102,7 @@ def check_sampling() -> None:
         sampling.sample_rows(logits, rows, lengths, on_device.tensors(), token_ids, last)
         wanted = batched.sample_rows(logits, rows, lengths, on_device)
         different += int((token_ids != wanted).sum())
-    print(f"sampling: {different} of {20 * count} tokens differ from torch's")
+    print(f"sampling: {different} of {rounds * count} tokens differ from torch's")
     assert different <= 2, "more than roundings at the edge of a cut explain"
 
 
@@ -196,10 +236,15 @@ def measure_verification(core: EngineCore, tokens: int, *, context: int = PROMPT
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--check-kernels", action="store_true", help="these alone, and nothing else: for a sanitizer")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if args.check:
-        check_sampling()
+    if args.check or args.check_kernels:
+        check_inputs()
+        check_sampling(128256, 20 if args.check else 1)
+        check_sampling(5000, 2)
+    if args.check_kernels:
+        return
     begin = time.perf_counter()
     config = EngineConfig(
         model=MODEL,

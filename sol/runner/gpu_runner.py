@@ -153,7 +153,7 @@ class GpuRunner:
             if row.held.num_computed_tokens + count == row.num_planned_tokens:
                 row.num_planned_tokens += 1
                 sampled.append((request_id, row, place))
-        if len(rows) <= self._max_num_seqs and not plan.new_requests and all(c == 1 for c in counts.values()):
+        if not plan.new_requests and all(count == 1 for count in counts.values()):
             logits, token_ids = self._decode(rows)
         else:
             logits, token_ids = self._ragged(plan, rows, [place for _, _, place in sampled])
