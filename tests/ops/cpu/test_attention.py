@@ -11,7 +11,7 @@ import torch
 from tiny_cpu import Paged, cpu_executor, isas, native, random_tokens
 from tiny_programs import VOCAB_SIZE, packed, random_program, reference
 
-from sol.ops import Executor, Program
+from sol.ops import Dense, Executor, Program
 from sol.ops.cpu.native import Isa, KVDType
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -172,3 +172,24 @@ def test_requests_may_read_what_another_writes_in_the_same_step() -> None:
         second = paged.step({1: prompt[32:40], 0: prompt[24:32]})
     assert torch.equal(second[8:], found[24:32])
     assert torch.equal(second[:8], found[48:56])
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("kv_dtype", KVDType)
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_token_that_is_not_a_number_spoils_none_before_it(window: int | None, kv_dtype: KVDType, isa: Isa) -> None:
+    """Nor any after it that does not see it: what a row does not see is skipped, not multiplied by zero."""
+    program = random_program(heads=3, kv_heads=3, layers=1, window=window)
+    assert isinstance(program.embedding, Dense)
+    program.embedding.weight[0] = float("nan")  # random tokens are at least 3
+    prompt = tokens(30)
+    with cpu_executor(packed(program, isa=isa), isa=isa, kv_dtype=kv_dtype) as executor:
+        expected = Paged(executor).step({0: prompt})
+        found = Paged(executor).step({0: [*prompt[:12], 0, *prompt[13:]]})
+    assert torch.equal(found[:12], expected[:12])
+    assert found[12].isnan().all()
+    if window is None:
+        assert found[12:].isnan().all()
+    else:
+        assert found[12:16].isnan().all()
+        assert torch.equal(found[16:], expected[16:])
