@@ -57,7 +57,8 @@ static bool processor_has(int32_t isa) {
             [[fallthrough]];
         case SOL_ISA_AVX512:
             return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && processor_has(SOL_ISA_AVX2);
+                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                   processor_has(SOL_ISA_AVX2);
 #elif defined(__aarch64__) && defined(__linux__)
         case SOL_ISA_NEON: return (getauxval(AT_HWCAP) & (1ul << 20)) != 0;  // HWCAP_ASIMDDP: the dot product
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -75,8 +76,9 @@ static int32_t check_shape(const char* what, int32_t isa, const MatrixShape& sha
     const Format* format = find_format(shape.format);
     if (format == nullptr) return fail(SOL_E_ARGUMENT, "%s: unknown weight format %d", what, (int)shape.format);
     if (shape.rows < 1 || shape.cols < 1 || shape.rows > INT32_MAX || shape.cols > INT32_MAX / 8) {
-        return fail(SOL_E_ARGUMENT, "%s: a matrix of %lld rows and %lld columns; both must be at least 1 and below 2^31 (2^28)",
-                    what, number(shape.rows), number(shape.cols));
+        return fail(SOL_E_ARGUMENT,
+                    "%s: a matrix of %lld rows and %lld columns; both must be at least 1 and below 2^31 (2^28)", what,
+                    number(shape.rows), number(shape.cols));
     }
     const bool grouped = shape.format == SOL_INT4;
     if (grouped ? shape.group_size < BLOCK || shape.group_size % BLOCK != 0 : shape.group_size != 0) {
@@ -85,8 +87,8 @@ static int32_t check_shape(const char* what, int32_t isa, const MatrixShape& sha
     }
     const int64_t block = grouped ? shape.group_size : format->block_cols;
     if (shape.cols % block != 0) {
-        return fail(SOL_E_ARGUMENT, "%s: cols is %lld; %s needs a multiple of %lld", what, number(shape.cols), format->name,
-                    number(block));
+        return fail(SOL_E_ARGUMENT, "%s: cols is %lld; %s needs a multiple of %lld", what, number(shape.cols),
+                    format->name, number(block));
     }
     return SOL_OK;
 }
@@ -148,7 +150,8 @@ int32_t sol_isa_supported(int32_t isa) { return kernels_for(isa) != nullptr && p
 
 int32_t sol_group_rows(int32_t isa) {
     const Kernels* kernels = kernels_for(isa);
-    if (kernels == nullptr) return fail(SOL_E_UNSUPPORTED, "sol_group_rows: instruction set %d is not built in", (int)isa);
+    if (kernels == nullptr)
+        return fail(SOL_E_UNSUPPORTED, "sol_group_rows: instruction set %d is not built in", (int)isa);
     return kernels->group_rows;
 }
 
@@ -175,19 +178,19 @@ int32_t sol_pack(int32_t isa, int32_t format, int64_t rows, int64_t cols, int32_
     const int64_t groups = format == SOL_INT8 ? rows : (format == SOL_INT4 ? rows * (cols / group_size) : 0);
     if ((scales != nullptr) != (groups > 0))
         return fail(SOL_E_ARGUMENT, "%s: %s %s scales", what, source->name, groups > 0 ? "needs" : "takes no");
-    if (zeros != nullptr && format != SOL_INT4) return fail(SOL_E_ARGUMENT, "%s: %s takes no zeros", what, source->name);
+    if (zeros != nullptr && format != SOL_INT4)
+        return fail(SOL_E_ARGUMENT, "%s: %s takes no zeros", what, source->name);
     if (const int32_t code = check_nbytes(what, "num_scales", num_scales, groups)) return code;
     if (const int32_t code = check_nbytes(what, "num_zeros", num_zeros, zeros != nullptr ? groups : 0)) return code;
-    const int64_t row =
-        sol::pack(shape, kernels->group_rows, (const uint8_t*)data, scales, zeros, (uint8_t*)out);
+    const int64_t row = sol::pack(shape, kernels->group_rows, (const uint8_t*)data, scales, zeros, (uint8_t*)out);
     if (row >= 0)
-        return fail(SOL_E_DATA, "%s: row %lld of %lld has a scale that is not finite or a zero point outside 0 to 15", what,
-                    (long long)row, (long long)rows);
+        return fail(SOL_E_DATA, "%s: row %lld of %lld has a scale that is not finite or a zero point outside 0 to 15",
+                    what, (long long)row, (long long)rows);
     return SOL_OK;
 }
 
-int32_t sol_check_packed(int32_t isa, int32_t format, int64_t rows, int64_t cols, int32_t group_size, const void* packed,
-                         int64_t nbytes) {
+int32_t sol_check_packed(int32_t isa, int32_t format, int64_t rows, int64_t cols, int32_t group_size,
+                         const void* packed, int64_t nbytes) {
     const char* what = "sol_check_packed";
     const MatrixShape shape = {format, group_size, rows, cols};
     const Kernels* kernels;
@@ -207,14 +210,15 @@ int32_t sol_unpack_rows(int32_t isa, const SolSegment* segment, const int64_t* i
     if (segment == nullptr || (num_ids > 0 && (ids == nullptr || out == nullptr)))
         return fail(SOL_E_ARGUMENT, "%s: segment, ids or out is null", what);
     const Kernels* kernels = kernels_for(isa);
-    if (kernels == nullptr) return fail(SOL_E_UNSUPPORTED, "%s: instruction set %d is not built in", what, (int)isa);
+    if (kernels == nullptr || !processor_has(isa))
+        return fail(SOL_E_UNSUPPORTED, "%s: this processor or build lacks instruction set %d", what, (int)isa);
     PackedMatrix matrix;
     if (const int32_t code = open_segment(*kernels, *segment, what, &matrix)) return code;
     if (matrix.perm != nullptr) return fail(SOL_E_UNSUPPORTED, "%s: rows of a matrix with perm", what);
     for (int64_t i = 0; i < num_ids; i++)
         if (ids[i] < 0 || ids[i] >= matrix.rows)
-            return fail(SOL_E_ARGUMENT, "%s: ids[%lld] is %lld; there are %lld rows", what, (long long)i, (long long)ids[i],
-                        (long long)matrix.rows);
+            return fail(SOL_E_ARGUMENT, "%s: ids[%lld] is %lld; there are %lld rows", what, (long long)i,
+                        (long long)ids[i], (long long)matrix.rows);
     for (int64_t i = 0; i < num_ids; i++) kernels->unpack_row(matrix, ids[i], out + i * matrix.cols);
     return SOL_OK;
 }
