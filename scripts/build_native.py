@@ -35,7 +35,7 @@ ISA_FLAGS = {
         "kernels_avx512": AVX512,
         "kernels_avx512vnni": [*AVX512, "-mavx512vnni"],
     },
-    "aarch64": {"kernels_neon": ["-march=armv8.2-a+dotprod+fp16"]},
+    "aarch64": {"kernels_neon": ["-march=armv8.2-a+dotprod"]},
 }
 """By architecture: the files that use more than its baseline. A file named for another architecture is left out."""
 _ALL_ISAS = {name for flags in ISA_FLAGS.values() for name in flags}
