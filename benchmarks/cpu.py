@@ -12,7 +12,8 @@ ratios within a round. A rival that is not there is left out, and named under "s
   of the Q8_0 file (the bar) and of float32
 - float32, one stream: a bare torch loop and transformers' generate on the same weights; tokens are compared, too
 - a step of 6 tokens against a step of 1, as in verifying drafts, at a context of 128
-- memory above bare imports after one request of 2,048 tokens, against what llama.cpp says of its own buffers
+- memory above bare imports after one request of 2,048 tokens, against what llama.cpp says of its own buffers, sized
+  as llama-server sizes them for one stream
 
 Sol's decoding is timed as the difference of a run of many tokens and a run of one, with the same prompts; the rivals'
 tools time it by themselves and, unlike Sol, sample nothing. Sol opens every file as users do, `LLM(model=path)`; for
@@ -399,25 +400,36 @@ class Benchmark:
         done = subprocess.run(script, check=True, stdout=subprocess.PIPE, text=True)
         ours: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
         self.report.row(
-            what="memory", engine="sol", weights="q4_1", mib=round(ours["engine"] / MIB, 1),
-            peak_mib=round(ours["peak"] / MIB, 1), imports_mib=round(ours["imports"] / MIB, 1),
+            what="memory", engine="sol", weights="q4_1",
+            **{f"{name}_mib": round(ours[of] / MIB, 1) for name, of in (
+                ("all", "engine"), ("peak", "peak"), ("imports", "imports"), ("model", "weights"), ("kv", "kv_cache"),
+            )},
         )  # fmt: skip
         if self.llama is None:
             return
-        command = [str(self.llama.program("llama_logits")), model, str(self.threads), str(MEMORY_CONTEXT), "memory"]
+        strict = self.llama_memory("llama.cpp", 1)
+        self.llama_memory("llama.cpp, logits of a batch", 0)
+        self.report.at_most("q4_1_memory_over_llama_cpp", ours["engine"] / MIB / strict, MEMORY_BAR)
+
+    def llama_memory(self, engine: str, outputs: int) -> float:
+        """MiB of the buffers that llama.cpp says it has, with room for the logits of `outputs` tokens."""
+        assert self.llama is not None
+        arguments = [self.files.gguf("q4_1"), str(self.threads), str(MEMORY_CONTEXT), str(outputs)]
+        command = [str(self.llama.program("llama_logits")), *arguments]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         parts = dict.fromkeys(("model", "KV", "output", "compute"), 0.0)
         for part, size in re.findall(r"(model|KV|output|compute) buffer size\s*=\s*([\d.]+) MiB", done.stderr):
             parts[part] += float(size)
-        resident = {name: int(kib) / 1024 for name, kib in re.findall(r"(Vm\w+):\s*(\d+) kB", done.stdout)}
-        total = sum(parts.values())
         assert parts["model"] > 0, done.stderr
         assert parts["KV"] > 0, done.stderr
+        total = sum(parts.values())
+        resident = {name: int(kib) / 1024 for name, kib in re.findall(r"(Vm\w+):\s*(\d+) kB", done.stdout)}
         self.report.row(
-            what="memory", engine="llama.cpp", weights="q4_1", mib=round(total, 1),
-            peak_mib=round(resident["VmHWM"], 1), **{f"{name.lower()}_mib": size for name, size in parts.items()},
+            what="memory", engine=engine, weights="q4_1", all_mib=round(total, 1),
+            **{f"{name.lower()}_mib": round(size, 1) for name, size in parts.items()},
+            whole_process_mib=round(resident["VmRSS"], 1),
         )  # fmt: skip
-        self.report.at_most("q4_1_memory_over_llama_cpp", ours["engine"] / MIB / total, MEMORY_BAR)
+        return total
 
     def run(self) -> None:
         parts: list[Callable[[], None]] = [

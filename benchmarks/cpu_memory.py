@@ -4,7 +4,8 @@
 
 Runs itself once to learn which modules an engine loads. Then, in a fresh process, imports those, looks at its memory,
 loads the model, fills a context with one request, and looks again. Resident memory, mapped files included. Prints one
-JSON object, in bytes: {"imports", "engine", "peak"}; `peak` includes what loading needed for a moment.
+JSON object, in bytes: {"imports", "engine", "peak", "weights", "kv_cache"}; `peak` includes what loading needed for a
+moment, the last two are what the engine says of itself.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sol import LLM
 
 
 def status(field: str) -> int:
@@ -28,7 +33,7 @@ def status(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def fill_context(model: str, max_model_len: int) -> object:
+def fill_context(model: str, max_model_len: int) -> LLM:
     from sol import LLM, SamplingParams
 
     llm = LLM(model=model, max_model_len=max_model_len)
@@ -56,10 +61,13 @@ def main() -> None:
     gc.collect()
     imports, imports_peak = status("VmRSS"), status("VmHWM")
     llm = fill_context(model, max_model_len)
+    info = llm._engine.info
     result = {
         "imports": imports,
         "engine": status("VmRSS") - imports,
         "peak": max(status("VmHWM") - max(imports, imports_peak), status("VmRSS") - imports),
+        "weights": info.weight_bytes,
+        "kv_cache": info.kv_cache_bytes * max_model_len // (info.num_blocks * info.block_size),
     }
     print(json.dumps(result))
     del llm

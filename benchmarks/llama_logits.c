@@ -5,10 +5,11 @@
    reads int32 token ids in chunks of CHUNK, evaluates each from an empty context, and writes float32 logits of every
    token, [CHUNK, vocabulary], before it reads the next.
 
-       llama_logits MODEL THREADS CHUNK memory
+       llama_logits MODEL THREADS CHUNK OUTPUTS
 
-   fills a context of CHUNK tokens with what a server of one stream has: logits of the last token only. What llama.cpp
-   says about its buffers goes to stderr in both cases, as it does in its own programs. */
+   fills a context of CHUNK tokens, of which the last has logits, with buffers for logits of OUTPUTS tokens a batch
+   (llama-server sets that to its number of streams; 0 is the library's default, a whole batch), and writes its resident
+   memory. What llama.cpp says about its buffers goes to stderr in both cases, as it does in its own programs. */
 
 #include <stdint.h>
 #include <stdio.h>
@@ -22,12 +23,20 @@ static void fail(const char *what) {
     exit(1);
 }
 
+static void log_line(enum ggml_log_level level, const char *text, void *unused) {
+    static int shown; /* a line may come in parts */
+    (void)unused;
+    if (level != GGML_LOG_LEVEL_CONT) shown = level >= GGML_LOG_LEVEL_INFO;
+    if (shown) fputs(text, stderr);
+}
+
 int main(int argc, char **argv) {
-    if (argc < 4) fail("usage: llama_logits MODEL THREADS CHUNK [memory]");
+    if (argc < 4) fail("usage: llama_logits MODEL THREADS CHUNK [OUTPUTS]");
     const int threads = atoi(argv[2]), chunk = atoi(argv[3]);
-    const int memory_only = argc > 4 && strcmp(argv[4], "memory") == 0;
+    const int memory_only = argc > 4;
     if (threads < 1 || chunk < 1) fail("THREADS and CHUNK must be at least 1");
 
+    llama_log_set(log_line, NULL);
     llama_backend_init();
     struct llama_model *model = llama_model_load_from_file(argv[1], llama_model_default_params());
     if (model == NULL) fail("the model cannot be read");
@@ -35,9 +44,9 @@ int main(int argc, char **argv) {
     params.n_ctx = chunk;
     params.n_threads = params.n_threads_batch = threads;
     if (memory_only) {
-        params.n_outputs_max = 1; /* as llama-server sets it, by its number of streams */
+        params.n_outputs_max = atoi(argv[4]);
     } else {
-        params.n_batch = chunk;
+        params.n_batch = params.n_outputs_max = params.n_outputs_max_per_seq = chunk;
     }
     struct llama_context *context = llama_init_from_model(model, params);
     if (context == NULL) fail("no context of this size");
