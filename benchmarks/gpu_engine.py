@@ -106,6 +106,52 @@ def check_sampling(vocabulary: int, rounds: int) -> None:
     assert different <= 2, "more than roundings at the edge of a cut explain"
 
 
+def time_sampling() -> list[dict[str, Any]]:
+    """Microseconds of the three launches, replayed from a graph, for logits as a language model has them."""
+    from sol.ops.gpu import sampling
+    from sol.sampling.processing import SamplingRow
+
+    device = torch.device("cuda")
+    kinds = {
+        "greedy": SamplingParams(temperature=0.0),
+        "temperature": SamplingParams(temperature=1.0),
+        "top_p": SamplingParams(temperature=1.0, top_p=0.9),
+        "top_k and top_p": SamplingParams(temperature=0.7, top_k=50, top_p=0.9),
+        "top_p of a flat distribution": SamplingParams(temperature=100.0, top_p=0.9),
+    }
+    results = []
+    for count in (1, 64, 256):
+        logits = torch.randn(count, 128256, device=device) * 3
+        rows = torch.arange(count, device=device)
+        lengths = torch.full((count,), 9, dtype=torch.int32, device=device)
+        token_ids, last = torch.empty_like(rows), torch.empty_like(rows)
+        for name, params in kinds.items():
+            parameters = batched.SamplingParameters.empty(count, torch.device("cpu"))
+            for index in range(count):
+                parameters.fill(index, SamplingRow(params, index, 0, [1] * 5, [], []))
+            tensors = tuple(tensor.to(device) for tensor in parameters.tensors())
+            sampling.sample_rows(logits, rows, lengths, tensors, token_ids, last)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                sampling.sample_rows(logits, rows, lengths, tensors, token_ids, last)
+            microseconds = milliseconds_of(graph, 50) * 1e3
+            results.append({"sampled_rows": count, "sampling": name, "us": round(microseconds, 1)})
+            print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def milliseconds_of(graph: torch.cuda.CUDAGraph, times: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    begin.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / times
+
+
 def requests(count: int, max_tokens: int, *, seed: int = 0, length: int = PROMPT, **params: Any) -> list[EngineRequest]:
     rng = random.Random(seed)
     return [
@@ -223,14 +269,7 @@ def measure_verification(core: EngineCore, tokens: int, *, context: int = PROMPT
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(graphs._program, graphs._ops, batch, graphs._kv_cache)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
-    begin.record()
-    for _ in range(steps):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return {"device_ms": round(begin.elapsed_time(end) / steps, 4)}
+    return {"device_ms": round(milliseconds_of(graph, steps), 4)}
 
 
 def main() -> None:
@@ -259,10 +298,10 @@ def main() -> None:
     print(f"start-up {startup:.1f} s; {core.info.num_blocks} blocks of KV cache")
     if args.check:
         check_engine(core)
-    rows = []
+    rows: list[dict[str, Any]] = time_sampling()
     for streams in STREAMS:
         for name, params in (("greedy", {}), ("top_p", {"temperature": 1.0, "top_p": 0.9, "top_k": 50})):
-            row: dict[str, Any] = {"streams": streams, "sampling": name, **measure(core, streams, **params)}
+            row = {"streams": streams, "sampling": name, **measure(core, streams, **params)}
             rows.append(row)
             print(json.dumps(row), flush=True)
     for tokens in (6, 16):
