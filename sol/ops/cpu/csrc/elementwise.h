@@ -57,8 +57,7 @@ static void rms_norm(const float* x, const float* weight, float eps, float offse
     }
     const float mean = reduce_add(add(squares[0], squares[1])) / (float)n;
     const vf scale = set1(1.0f / __builtin_sqrtf(mean + eps)), shift = set1(offset);
-    for (i = 0; i + LANES <= n; i += LANES)
-        store(out + i, mul(mul(load(x + i), scale), add(load(weight + i), shift)));
+    for (i = 0; i + LANES <= n; i += LANES) store(out + i, mul(mul(load(x + i), scale), add(load(weight + i), shift)));
     if (i < n) {
         const int rest = (int)(n - i);
         store_first(out + i, mul(mul(load_first(x + i, rest), scale), add(load_first(weight + i, rest), shift)), rest);
@@ -75,9 +74,7 @@ static void add_row(float* x, const float* y, int64_t n) {
 }
 
 // gate / (1 + e^-gate) · up
-static inline vf silu_times(vf gate, vf up) {
-    return mul(div(gate, add(set1(1.0f), exp(sub(zero(), gate)))), up);
-}
+static inline vf silu_times(vf gate, vf up) { return mul(div(gate, add(set1(1.0f), exp(sub(zero(), gate)))), up); }
 
 static void silu_mul(const float* gate, const float* up, int64_t n, float* out) {
     int64_t i = 0;

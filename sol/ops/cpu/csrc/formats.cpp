@@ -135,7 +135,8 @@ void write_codes(uint8_t* block, int bits, int group_rows, int r, const uint8_t*
         return;
     }
     for (int j = 0; j < 4; j++) {
-        const uint32_t word = (read_u32(codes + 4 * j) & 0x0f0f0f0fu) | ((read_u32(codes + 4 * j + 16) & 0x0f0f0f0fu) << 4);
+        const uint32_t word =
+            (read_u32(codes + 4 * j) & 0x0f0f0f0fu) | ((read_u32(codes + 4 * j + 16) & 0x0f0f0f0fu) << 4);
         memcpy(out + j * vector, &word, 4);
     }
     if (bits == 5) {
@@ -355,9 +356,7 @@ void unpack_row(const MatrixShape& shape, int group_rows, const uint8_t* packed,
                     min = -(f16_to_f32(read_element<uint16_t>(header, group_rows, 1, r)) *
                             (float)read_element<uint8_t>(params, group_rows, 1, r));
                     break;
-                case SOL_Q6_K:
-                    scale[0] = f16_to_f32(read_element<uint16_t>(header, group_rows, 0, r));
-                    break;
+                case SOL_Q6_K: scale[0] = f16_to_f32(read_element<uint16_t>(header, group_rows, 0, r)); break;
                 default:
                     scale[0] = f16_to_f32(read_element<uint16_t>(params, group_rows, 0, r));
                     if (layout.params == 4) min = f16_to_f32(read_element<uint16_t>(params, group_rows, 1, r));

@@ -1,5 +1,6 @@
-// Weight formats: what a block of each is, how packed bytes are laid out, and the scalar code that reads and writes them.
-// Compiled for the architecture's baseline; `static inline` so that no instruction set's copy is linked into another's.
+// Weight formats: what a block of each is, how packed bytes are laid out, and the scalar code that reads and writes
+// them. Compiled for the architecture's baseline; `static inline` so that no instruction set's copy is linked into
+// another's.
 #pragma once
 
 #include <cstddef>
@@ -36,8 +37,8 @@ static inline uint16_t f32_to_f16(float value) {
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu));  // NaN, quiet
-    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);                                // rounds to infinity
-    if (magnitude < 0x38800000u) {  // subnormal: the sum's last bit is 2^-24
+    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);  // rounds to infinity
+    if (magnitude < 0x38800000u) {                                    // subnormal: the sum's last bit is 2^-24
         float shifted;
         memcpy(&shifted, &magnitude, sizeof shifted);
         shifted += 0.5f;
@@ -60,10 +61,11 @@ static inline uint16_t read_u16(const uint8_t* p) {
 // ---- The packed layout of quantised formats
 //
 // A group of R rows is a sequence of super-blocks; a super-block a header and some blocks of 32 columns; a block
-//   codes   vectors of 4 R bytes. Byte 4 r + i of step j = 0..7 is the code of row r, column 4 j + i, so that one vector
-//           instruction multiplies 4 columns of R rows. 8-bit codes: 8 vectors. Below: 4 vectors, step j in the low and
-//           step j + 4 in the high half of each byte; then bit 4 of the codes (bit j of a byte belongs to step j), or bits
-//           4 and 5 in two vectors (bits 2 j, 2 j + 1 of the first belong to step j, of the second to step j + 4)
+//   codes   vectors of 4 R bytes. Byte 4 r + i of step j = 0..7 is the code of row r, column 4 j + i, so that one
+//           vector instruction multiplies 4 columns of R rows. 8-bit codes: 8 vectors. Below: 4 vectors, step j in the
+//           low and step j + 4 in the high half of each byte; then bit 4 of the codes (bit j of a byte belongs to
+//           step j), or bits 4 and 5 in two vectors (bits 2 j, 2 j + 1 of the first belong to step j, of the second to
+//           step j + 4)
 //   params  arrays of R: for Q4_0, Q5_0, Q8_0 float16 scales; Q4_1, Q5_1 scales, then minima; Q4_K, Q5_K byte scales,
 //           then byte minima; Q6_K int8 scales of the first, then of the last 16 columns
 // Headers are arrays of R as well: Q4_K, Q5_K float16 d, then dmin; Q6_K float16 d; INT8 float32 scales; INT4 float32
@@ -115,8 +117,8 @@ struct MatrixShape {
 int64_t blocks_per_super(const MatrixShape& shape);
 int64_t group_nbytes(const MatrixShape& shape, int group_rows);
 
-// Packs a matrix whose sizes are checked. Gives the first row whose scale is not finite (or whose INT4 zero point is not
-// 0 to 15), or -1.
+// Packs a matrix whose sizes are checked. Gives the first row whose scale is not finite (or whose INT4 zero point is
+// not 0 to 15), or -1.
 int64_t pack(const MatrixShape& shape, int group_rows, const uint8_t* data, const float* scales, const uint8_t* zeros,
              uint8_t* out);
 

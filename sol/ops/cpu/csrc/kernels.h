@@ -33,8 +33,8 @@ static inline size_t quantized_nbytes(int64_t tokens, int64_t cols) {
 static inline QuantizedActivations quantized_in(void* buffer, int64_t tokens, int64_t cols) {
     char* bytes = (char*)buffer;
     const int64_t blocks = tokens * (cols / 32);
-    return {(int8_t*)(bytes + blocks * (sizeof(float) + sizeof(BlockSums))), (float*)(bytes + blocks * sizeof(BlockSums)),
-            (BlockSums*)bytes, cols};
+    return {(int8_t*)(bytes + blocks * (sizeof(float) + sizeof(BlockSums))),
+            (float*)(bytes + blocks * sizeof(BlockSums)), (BlockSums*)bytes, cols};
 }
 
 // A packed weight. `data` holds ceil(rows / group_rows) groups of group_rows interleaved rows, each group_nbytes long;
@@ -67,9 +67,9 @@ struct Kernels {
 
     // Everything below: one row each, any n >= 1, no alignment asked for.
     void (*rms_norm)(const float* x, const float* weight, float eps, float offset, int64_t n, float* out);
-    void (*add)(float* x, const float* y, int64_t n);                                 // x += y
-    void (*silu_mul)(const float* gate, const float* up, int64_t n, float* out);      // silu(gate) * up
-    void (*rope)(float* x, const float* cos, const float* sin, int64_t head_dim);     // in place, one head
+    void (*add)(float* x, const float* y, int64_t n);                              // x += y
+    void (*silu_mul)(const float* gate, const float* up, int64_t n, float* out);   // silu(gate) * up
+    void (*rope)(float* x, const float* cos, const float* sin, int64_t head_dim);  // in place, one head
 
     // Attention: see attention.h.
     const struct AttentionKernels* attention;

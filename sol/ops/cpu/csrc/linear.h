@@ -1,5 +1,5 @@
-// y = x · Wᵀ for packed weights. One accumulator for each (row, token), its terms added in the order of columns, whatever
-// the tile: results do not depend on how many tokens or groups a call has.
+// y = x · Wᵀ for packed weights. One accumulator for each (row, token), its terms added in the order of columns,
+// whatever the tile: results do not depend on how many tokens or groups a call has.
 #pragma once
 
 #include "formats.h"
@@ -32,10 +32,10 @@ struct PackedBlock {
     static constexpr int CODES_NBYTES = 4 * BITS * LANES;
     static constexpr int HEADER_NBYTES = LAYOUT.header * LANES;
     static constexpr int BLOCK_NBYTES = CODES_NBYTES + LAYOUT.params * LANES;
-    static constexpr Rule RULE = FORMAT == SOL_INT4                                                    ? Rule::ZERO_POINT
-                                 : FORMAT == SOL_Q6_K                                                  ? Rule::HALVES
+    static constexpr Rule RULE = FORMAT == SOL_INT4                                             ? Rule::ZERO_POINT
+                                 : FORMAT == SOL_Q6_K                                           ? Rule::HALVES
                                  : FORMAT == SOL_Q4_0 || FORMAT == SOL_Q5_0 || LAYOUT.bits == 8 ? Rule::OFFSET
-                                                                                                       : Rule::MIN;
+                                                                                                : Rule::MIN;
     static constexpr int OFFSET = FORMAT == SOL_Q4_0   ? 8
                                   : FORMAT == SOL_Q5_0 ? 16
                                   : FORMAT == SOL_Q6_K ? 32
@@ -122,7 +122,8 @@ struct UnpackedBlock {
         return s;
     }
     static inline void write(uint8_t* out, const uint8_t* packed, const Scales& header) {
-        SOL_UNROLL for (int j = 0; j < 8; j++) store_b(out + j * VECTOR, Packed::code(packed, j));
+        SOL_UNROLL for (int j = 0; j < 8; j++)
+            store_b(out + j * VECTOR, Packed::code(packed, j));
         const Scales s = Packed::scales(packed, header);
         memcpy(out + 8 * VECTOR, &s.scale, sizeof s.scale);
         if constexpr (RULE == Rule::ZERO_POINT) {
@@ -179,13 +180,15 @@ static inline void block_product(const uint8_t* p, const Scales& header, const i
     }
 }
 
-// Weights are read once, from main memory as a rule, and each block is a lot of arithmetic: the processor's own prefetching
-// does not run far enough ahead (measured on Zen 3: 1.2 times faster with it). Past the matrix it does nothing.
+// Weights are read once, from main memory as a rule, and each block is a lot of arithmetic: the processor's own
+// prefetching does not run far enough ahead (measured on Zen 3: 1.2 times faster with it). Past the matrix it does
+// nothing.
 constexpr int PREFETCH_NBYTES = 2048;
 
 template <int NBYTES>
 static inline void prefetch(const uint8_t* p) {
-    SOL_UNROLL for (int i = 0; i < NBYTES; i += 64) __builtin_prefetch(p + PREFETCH_NBYTES + i);
+    SOL_UNROLL for (int i = 0; i < NBYTES; i += 64)
+        __builtin_prefetch(p + PREFETCH_NBYTES + i);
 }
 
 static inline void store_rows(float* y, vf acc, int num_rows) {
@@ -205,7 +208,8 @@ static void quantized_tile(const uint8_t* p, int64_t per_super, const QuantizedA
     const float* scales = q.scales + t0 * blocks;
     const BlockSums* sums = q.sums + t0 * blocks;
     vf acc[T];
-    SOL_UNROLL for (int t = 0; t < T; t++) acc[t] = zero();
+    SOL_UNROLL for (int t = 0; t < T; t++)
+        acc[t] = zero();
     if constexpr (B::BLOCKS_PER_SUPER > 0) per_super = B::BLOCKS_PER_SUPER;
     for (int64_t b = 0; b < blocks; b += per_super) {
         const Scales header = B::header(p);
@@ -217,7 +221,8 @@ static void quantized_tile(const uint8_t* p, int64_t per_super, const QuantizedA
             x += BLOCK;
         }
     }
-    SOL_UNROLL for (int t = 0; t < T; t++) store_rows(y + t * y_stride, acc[t], num_rows);
+    SOL_UNROLL for (int t = 0; t < T; t++)
+        store_rows(y + t * y_stride, acc[t], num_rows);
 }
 
 template <class Packed>
@@ -255,14 +260,14 @@ static void quantized_rows(const uint8_t* p, int64_t per_super, const QuantizedA
         const int64_t left = t1 - t0, tiles = (left + MAX - 1) / MAX;
         const int64_t n = (left + tiles - 1) / tiles;
         float* out = y + t0 * y_stride;
-        with_tokens<MIN, MAX>(n, [&](auto tokens) {
-            quantized_tile<B, tokens.value>(p, per_super, q, t0, out, y_stride, num_rows);
-        });
+        with_tokens<MIN, MAX>(
+            n, [&](auto tokens) { quantized_tile<B, tokens.value>(p, per_super, q, t0, out, y_stride, num_rows); });
         t0 += n;
     }
 }
 
-constexpr int64_t L2_NBYTES = 192 * 1024;  // what is read again and again: activations for every row group, or groups for every tile of tokens
+// Of what is read again and again: activations, for every row group; or float row groups, for every tile of tokens.
+constexpr int64_t L2_NBYTES = 192 * 1024;
 
 template <int32_t FORMAT>
 static void quantized_linear(const PackedMatrix& w, const QuantizedActivations& q, int64_t num_tokens,
@@ -282,8 +287,8 @@ static void quantized_linear(const PackedMatrix& w, const QuantizedActivations& 
                 // Unpacking costs more than packed codes that are read twice, unless they are slow to read.
                 if (t1 - t0 > (Packed::BITS == 4 ? 2 * TOKEN_TILE : TOKEN_TILE)) {
                     unpack_group<Packed>(p, per_super, w.cols / BLOCK, (uint8_t*)scratch);
-                    quantized_rows<UnpackedBlock<Packed>, 3, 4>((const uint8_t*)scratch, 1, q, t0, t1, y + row, y_stride,
-                                                                num_rows);
+                    quantized_rows<UnpackedBlock<Packed>, 3, 4>((const uint8_t*)scratch, 1, q, t0, t1, y + row,
+                                                                y_stride, num_rows);
                     continue;
                 }
             }
@@ -312,7 +317,8 @@ static void float_tile(const uint8_t* p, int64_t group_nbytes, const float* x, i
     constexpr int64_t COLUMN_NBYTES = LANES * (FORMAT == SOL_F32 ? 4 : 2);
     vf acc[G][T];
     SOL_UNROLL for (int g = 0; g < G; g++) {
-        SOL_UNROLL for (int t = 0; t < T; t++) acc[g][t] = zero();
+        SOL_UNROLL for (int t = 0; t < T; t++)
+            acc[g][t] = zero();
     }
     for (int64_t c = 0; c < cols; c++) {
         if constexpr (G < 8) {  // eight streams keep the memory busy as they are
@@ -320,10 +326,12 @@ static void float_tile(const uint8_t* p, int64_t group_nbytes, const float* x, i
                 prefetch<COLUMN_NBYTES>(p + g * group_nbytes + c * COLUMN_NBYTES);
         }
         vf w[G];
-        SOL_UNROLL for (int g = 0; g < G; g++) w[g] = load_weight<FORMAT>(p + g * group_nbytes + c * COLUMN_NBYTES);
+        SOL_UNROLL for (int g = 0; g < G; g++)
+            w[g] = load_weight<FORMAT>(p + g * group_nbytes + c * COLUMN_NBYTES);
         SOL_UNROLL for (int t = 0; t < T; t++) {
             const vf a = set1(x[t * cols + c]);
-            SOL_UNROLL for (int g = 0; g < G; g++) acc[g][t] = fma(w[g], a, acc[g][t]);
+            SOL_UNROLL for (int g = 0; g < G; g++)
+                acc[g][t] = fma(w[g], a, acc[g][t]);
         }
     }
     SOL_UNROLL for (int g = 0; g < G; g++) {
@@ -373,14 +381,10 @@ static void float_linear(const PackedMatrix& w, const float* x, int64_t num_toke
 
 static void linear(const PackedMatrix& w, const float* x, const QuantizedActivations* q, int64_t num_tokens,
                    int64_t group_begin, int64_t group_end, float* y, int64_t y_stride, void* scratch) {
-#define SOL_QUANTIZED(FORMAT)                                                                         \
-    case FORMAT:                                                                                      \
-        quantized_linear<FORMAT>(w, *q, num_tokens, group_begin, group_end, y, y_stride, scratch); \
-        return;
-#define SOL_FLOAT(FORMAT)                                                                \
-    case FORMAT:                                                                         \
-        float_linear<FORMAT>(w, x, num_tokens, group_begin, group_end, y, y_stride); \
-        return;
+#define SOL_QUANTIZED(FORMAT) \
+    case FORMAT: quantized_linear<FORMAT>(w, *q, num_tokens, group_begin, group_end, y, y_stride, scratch); return;
+#define SOL_FLOAT(FORMAT) \
+    case FORMAT: float_linear<FORMAT>(w, x, num_tokens, group_begin, group_end, y, y_stride); return;
     switch (w.format) {
         SOL_FLOAT(SOL_F32)
         SOL_FLOAT(SOL_F16)

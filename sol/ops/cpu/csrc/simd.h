@@ -28,8 +28,8 @@
 
 namespace sol::SOL_NS {
 
-// e^x within 2 ulp: x = n ln 2 + r, |r| <= ln 2 / 2, e^r by a polynomial of degree 6 (Cephes' expf), scaled by 2^n in two
-// steps so that the ends of the range come out right. exp(-inf) = 0, exp(inf) = inf, NaN stays NaN.
+// e^x within 2 ulp: x = n ln 2 + r, |r| <= ln 2 / 2, e^r by a polynomial of degree 6 (Cephes' expf), scaled by 2^n in
+// two steps so that the ends of the range come out right. exp(-inf) = 0, exp(inf) = inf, NaN stays NaN.
 static inline vf exp(vf x) {
     x = min(set1(89.0f), max(set1(-104.0f), x));
     const vf n = round(mul(x, set1(1.44269504088896341f)));

@@ -82,14 +82,14 @@ static inline void store_i8(int8_t* p, const vf& a) {
 static inline vf pow2(const vf& n) { return (vf)(((vu)to_int(n) + 127u) << 23); }
 
 // ---- tiles, for 16 registers of 16 bytes, if nothing better
-constexpr int TOKEN_TILE = 2;            // tokens that a row group's codes meet at once
+constexpr int TOKEN_TILE = 2;             // tokens that a row group's codes meet at once
 constexpr bool UNPACKS_FOR_MANY = false;  // whether codes are unpacked into memory first where there are more
 constexpr int FLOAT_TOKEN_TILE = 2;
 constexpr int FLOAT_ACCUMULATORS = 4;
 
 // ---- integers
 
-typedef uint8_t vb __attribute__((vector_size(32)));   // 4 · LANES bytes
+typedef uint8_t vb __attribute__((vector_size(32)));  // 4 · LANES bytes
 typedef int8_t vsb __attribute__((vector_size(32)));
 typedef int16_t vs __attribute__((vector_size(32)));
 typedef uint16_t vus __attribute__((vector_size(32)));
@@ -138,9 +138,7 @@ static inline vi load_factors(const uint8_t* p) {
     for (int i = 0; i < LANES; i++) a[i] = p[i];
     return a;
 }
-static inline vi times_sum(const BlockSums& sums, const vi& factors) {
-    return factors * (sums.half[0] + sums.half[1]);
-}
+static inline vi times_sum(const BlockSums& sums, const vi& factors) { return factors * (sums.half[0] + sums.half[1]); }
 
 constexpr int BLOCK_VECTORS = 32 / LANES;
 static inline void store_codes(int8_t* codes, BlockSums* sums, const vf* a) {

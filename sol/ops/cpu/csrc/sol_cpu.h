@@ -59,7 +59,7 @@ SOL_API int32_t sol_check_packed(int32_t isa, int32_t format, int64_t rows, int6
                                  const void *packed, int64_t packed_nbytes);
 
 /* One segment of a projection: `rows` output features in one format. `perm` (int32 [cols], a permutation, or null):
- * packed column i multiplies x[perm[i]] (GPTQ's act-order). */
+ * packed column i multiplies x[perm[i]] (GPTQ's act-order); quantised formats only. */
 typedef struct {
     int32_t format;
     int32_t group_size;
