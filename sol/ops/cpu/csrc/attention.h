@@ -1,9 +1,9 @@
 // Paged attention on one instruction set; kv_cache.h says what the functions do and how keys and values lie.
 //
-// A score is one chain of fma over the head's elements, an output element one chain of fma over the keys, in their order;
-// the maximum and the sum of a row go over its segment's vectors in order. None of it depends on which rows are computed
-// together, so decode, verification, chunks and whole prompts agree in every bit. Rows are tiled only so that a key or
-// value vector that was loaded serves several of them.
+// A score is one chain of fma over the head's elements, an output element one chain of fma over the keys, in their
+// order; the maximum and the sum of a row go over its segment's vectors in order. None of it depends on which rows are
+// computed together, so decode, verification, chunks and whole prompts agree in every bit. Rows are tiled only so that a
+// key or value vector that was loaded serves several of them.
 #pragma once
 
 #include "kv_cache.h"
@@ -176,7 +176,9 @@ static void mix(const SegmentView<T>& view, const float* p, int32_t begin, int32
     int32_t column = 0;
     for (; column + N * LANES <= view.pitch; column += N * LANES) mix_columns<R, N>(view, p, begin, end, column, out);
     if constexpr (N > 2) {
-        for (; column + 2 * LANES <= view.pitch; column += 2 * LANES) mix_columns<R, 2>(view, p, begin, end, column, out);
+        for (; column + 2 * LANES <= view.pitch; column += 2 * LANES) {
+            mix_columns<R, 2>(view, p, begin, end, column, out);
+        }
     }
     for (; column + LANES <= view.pitch; column += LANES) mix_columns<R, 1>(view, p, begin, end, column, out);
 }
@@ -205,13 +207,14 @@ static void mix_rows(int rows, const SegmentView<T>& view, const float* p, int32
     }
 }
 
-// Scores of one row become weights: scaled, capped, tokens outside [begin, end) masked, exponentials taken. Vectors that
-// are masked altogether add +0 to the sum, so it does not matter how many of them there are.
+// Scores of one row become weights: scaled, capped, tokens outside [begin, end) masked, exponentials taken. Vectors
+// that are masked altogether add +0 to the sum, so it does not matter how many of them there are.
 template <class T>
 static void soften(const SegmentView<T>& view, const AttentionRows& rows, float* scores, int32_t slab, int32_t slab_end,
                    int32_t begin, int32_t end, float* max_out, float* sum_out) {
     const int32_t from = slab * SLAB, to = slab_end * SLAB;
-    const vf scale = set1(rows.scale), limit = set1(rows.softcap), inverse = set1(1.0f / rows.softcap);
+    const vf scale = set1(rows.scale), limit = set1(rows.softcap);
+    const vf inverse = set1(rows.softcap != 0.0f ? 1.0f / rows.softcap : 0.0f);
     for (int32_t i = from; i < to; i += LANES) {
         vf s = load(scores + i);
         if constexpr (sizeof(T) == 1) {

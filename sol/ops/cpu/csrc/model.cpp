@@ -142,8 +142,8 @@ int32_t open_ops(const SolModelDesc& desc, SolModel* model) {
         if ((op.kind == SOL_OP_PAGED_ATTENTION) != after_input ||
             (op.kind == SOL_OP_PROJECT_RESIDUAL) != (before == SOL_OP_PAGED_ATTENTION || before == SOL_OP_MLP_INPUT)) {
             return fail(SOL_E_UNSUPPORTED,
-                        "%s: kind %d after kind %d; the kernels walk ATTENTION_INPUT, PAGED_ATTENTION, PROJECT_RESIDUAL "
-                        "and MLP_INPUT, PROJECT_RESIDUAL",
+                        "%s: kind %d after kind %d; the kernels walk ATTENTION_INPUT, PAGED_ATTENTION, "
+                        "PROJECT_RESIDUAL and MLP_INPUT, PROJECT_RESIDUAL",
                         what.c_str(), (int)op.kind, (int)before);
         }
         Op out{};
@@ -175,8 +175,8 @@ int32_t open_ops(const SolModelDesc& desc, SolModel* model) {
                                 (int)op.layer, (int)desc.ops[i - 1].layer);
                 }
                 if (!std::isfinite(op.scale) || !std::isfinite(op.softcap) || op.softcap < 0 || op.window < 0) {
-                    return fail(SOL_E_ARGUMENT, "%s: scale is %g, softcap %g, window %d", what.c_str(), (double)op.scale,
-                                (double)op.softcap, (int)op.window);
+                    return fail(SOL_E_ARGUMENT, "%s: scale is %g, softcap %g, window %d", what.c_str(),
+                                (double)op.scale, (double)op.softcap, (int)op.window);
                 }
                 out.scale = op.scale;
                 out.softcap = op.softcap;
@@ -187,7 +187,8 @@ int32_t open_ops(const SolModelDesc& desc, SolModel* model) {
                 code = open_linear(*model, op.linear, what, model->hidden_size, produced, &out.linear);
                 break;
             case SOL_OP_MLP_INPUT:
-                code = open_linear(*model, op.linear, what, 2 * model->intermediate_size, model->hidden_size, &out.linear);
+                code = open_linear(*model, op.linear, what, 2 * model->intermediate_size, model->hidden_size,
+                                   &out.linear);
                 if (code == SOL_OK) pair_units(*model, &out.linear);
                 produced = model->intermediate_size;
                 break;
@@ -199,7 +200,8 @@ int32_t open_ops(const SolModelDesc& desc, SolModel* model) {
     if (desc.num_ops > 0) {
         const int32_t last = desc.ops[desc.num_ops - 1].kind;
         if (last != SOL_OP_PROJECT_RESIDUAL) {
-            return fail(SOL_E_UNSUPPORTED, "ops: the last one is of kind %d; a program ends with PROJECT_RESIDUAL", (int)last);
+            return fail(SOL_E_UNSUPPORTED, "ops: the last one is of kind %d; a program ends with PROJECT_RESIDUAL",
+                        (int)last);
         }
     }
     return SOL_OK;
@@ -254,7 +256,8 @@ void take_workspace(SolModel* model) {
     const int64_t most_segments = (model->max_positions - 1) / model->kv.segment_tokens() + 1;
     model->max_splits = 4 * model->pool->num_threads();
     if (model->pool->num_threads() > 1 && most_segments > 1) {
-        model->max_states = std::max<int64_t>(most_segments * heads * 2, std::min<int64_t>(most_segments * heads * 16, 1 << 14));
+        model->max_states = most_segments * heads *
+                            std::clamp<int64_t>((1 << 14) / (most_segments * heads), 2, FUSED_QUERY_TOKENS);
         model->states = {memory.take<float>(model->max_states), memory.take<float>(model->max_states),
                          memory.take<float>(model->max_states * pitch)};
     }

@@ -55,13 +55,15 @@ int32_t check_requests(const SolModel& model, const SolBatch& batch) {
     for (int64_t i = 0; i < batch.num_requests; i++) {
         const int64_t query_len = batch.query_lens[i], seq_len = batch.seq_lens[i];
         if (query_len < 1 || query_len > batch.num_tokens - tokens) {
-            return fail(SOL_E_ARGUMENT, "query_lens[%lld] is %lld; each is at least 1 and their sum is num_tokens, %lld",
-                        number(i), number(query_len), number(batch.num_tokens));
+            return fail(SOL_E_ARGUMENT,
+                        "query_lens[%lld] is %lld; each is at least 1 and their sum is num_tokens, %lld", number(i),
+                        number(query_len), number(batch.num_tokens));
         }
         tokens += query_len;
         if (seq_len < query_len || seq_len > model.max_positions) {
-            return fail(SOL_E_ARGUMENT, "seq_lens[%lld] is %lld; it is at least query_lens[%lld], %lld, and at most %lld",
-                        number(i), number(seq_len), number(i), number(query_len), number(model.max_positions));
+            return fail(SOL_E_ARGUMENT,
+                        "seq_lens[%lld] is %lld; it is at least query_lens[%lld], %lld, and at most %lld", number(i),
+                        number(seq_len), number(i), number(query_len), number(model.max_positions));
         }
         const int64_t blocks = (seq_len + block_size - 1) / block_size;
         if (blocks > batch.max_blocks) {
@@ -71,8 +73,8 @@ int32_t check_requests(const SolModel& model, const SolBatch& batch) {
         for (int64_t j = 0; j < blocks; j++) {
             const int64_t block = batch.block_table[i * batch.max_blocks + j];
             if (block < 0 || block >= model.num_blocks) {
-                return fail(SOL_E_ARGUMENT, "block_table[%lld, %lld] is %lld; there are %lld blocks", number(i), number(j),
-                            number(block), number(model.num_blocks));
+                return fail(SOL_E_ARGUMENT, "block_table[%lld, %lld] is %lld; there are %lld blocks", number(i),
+                            number(j), number(block), number(model.num_blocks));
             }
         }
     }

@@ -341,7 +341,8 @@ class StepWalk {
             k_.attention->merge(m_.kv, split.num_rows, state, split_state(split, segment, 0));
         }
         for (int64_t row = 0; row < split.num_rows; row++) {
-            k_.attention->finish(m_.kv, state, row, query_row(m_.attended, m_.num_heads, start, task, split.row_begin + row));
+            float* out = query_row(m_.attended, m_.num_heads, start, task, split.row_begin + row);
+            k_.attention->finish(m_.kv, state, row, out);
         }
     }
 

@@ -49,8 +49,8 @@ class ThreadPool {
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    // Starts the threads; an empty string, or why it did not work. `walk` is what each thread does in a step: a function
-    // of the thread's Walker that goes through the same phases on all of them, whatever `context` says.
+    // Starts the threads; an empty string, or why it did not work. `walk` is what each thread does in a step: a
+    // function of the thread's Walker that goes through the same phases on all of them, whatever `context` says.
     using Walk = void (*)(void* context, class Walker& walker);
     std::string start(Walk walk, void* context);
 
@@ -102,7 +102,8 @@ class Walker {
     int num_threads() const { return pool_.num_threads_; }
 
     // Calls body(chunk) for the chunks that this thread claims of [0, num_chunks), and returns when all are done by
-    // whoever did them. num_chunks must be the same on all threads, at most MAX_CHUNKS. What one phase wrote, the next can read.
+    // whoever did them. num_chunks must be the same on all threads, at most MAX_CHUNKS. What one phase wrote, the next
+    // can read.
     static constexpr int64_t MAX_CHUNKS = (int64_t{1} << ThreadPool::CHUNK_BITS) - 1;
 
     template <class Body>
