@@ -52,7 +52,7 @@ class Settings:
     device: str
     dtype: str
     kernels: str
-    """What computes: `torch`, or the instruction set of the C++ kernels."""
+    """What computes: `torch`, `triton` (a GPU's kernels), or the instruction set of the C++ kernels."""
     threads: int
     max_model_len: int
     max_num_seqs: int
@@ -206,6 +206,10 @@ def _model_cost(config: EngineConfig) -> ModelCost:
     )
 
 
+def _torch_or_triton(device: str) -> str:
+    return "triton" if device == "cuda" else "torch"
+
+
 def _settings(config: EngineConfig) -> Settings:
     from sol.assemble import plan
 
@@ -214,7 +218,9 @@ def _settings(config: EngineConfig) -> Settings:
     return Settings(
         device=str(settled.device),
         dtype=str(settled.dtype).removeprefix("torch."),
-        kernels="torch" if settled.kernels is None else settled.kernels.isa.name.lower(),
+        kernels=settled.kernels.isa.name.lower()
+        if settled.kernels is not None
+        else _torch_or_triton(settled.device.type),
         threads=settled.threads,
         max_model_len=memory.max_model_len,
         max_num_seqs=settled.max_num_seqs,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from sol.errors import OutOfMemoryError
+from sol.errors import ConfigError, OutOfMemoryError
 from sol.models.config import ModelConfig
 from sol.ops import KVCache, Program
 from sol.runner.decode_graphs import decode_buckets
@@ -31,9 +31,16 @@ def build_gpu_runner(
     `first` was made before the weights were loaded, with a guess of the workspace. Here the largest step and the
     largest graph run over a small cache, and what the device has lost by then, modules of compiled kernels included,
     is the workspace that `plan` is asked about.
-    Raises `OutOfMemoryError`.
+    Raises `OutOfMemoryError`, and `ConfigError` where there is no Triton.
     """
-    from sol.ops.gpu.ops import GpuOps
+    try:
+        from sol.ops.gpu.ops import GpuOps
+    except ImportError as error:
+        raise ConfigError(
+            f"device is cuda, but Triton, which compiles the kernels, cannot be imported ({error}): install the triton "
+            f"that torch {torch.__version__} asks for, or use --device cpu",
+            param="device",
+        ) from error
 
     block_bytes = first.kv_per_token * first.block_size
 
