@@ -94,7 +94,7 @@ def ceilings(results: Results, shape: Shape) -> None:
 
 def kernels(results: Results, shape: Shape) -> None:
     """Each projection over as many distinct matrices as lie well outside the caches."""
-    for name, rows, columns, _, _ in shape.matrices():
+    for name, rows, columns in shape.matrices():
         size = rows * columns * 2
         count = max(2, min(16, int(6e8 // size)))
         dtype = torch.bfloat16 if CUDA else torch.float16

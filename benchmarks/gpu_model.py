@@ -28,15 +28,15 @@ class Shape:
     vocabulary: int
     max_len: int
 
-    def matrices(self) -> list[tuple[str, int, int, bool, bool]]:
-        """(name, rows, columns, normed, rows two by two)"""
+    def matrices(self) -> list[tuple[str, int, int]]:
+        """(name, rows, columns)"""
         qkv = (self.heads + 2 * self.kv_heads) * self.size
         return [
-            ("qkv", qkv, self.hidden, True, True),
-            ("o", self.hidden, self.heads * self.size, False, False),
-            ("gate_up", 2 * self.intermediate, self.hidden, True, True),
-            ("down", self.hidden, self.intermediate, False, False),
-            ("head", self.vocabulary, self.hidden, True, False),
+            ("qkv", qkv, self.hidden),
+            ("o", self.hidden, self.heads * self.size),
+            ("gate_up", 2 * self.intermediate, self.hidden),
+            ("down", self.hidden, self.intermediate),
+            ("head", self.vocabulary, self.hidden),
         ]
 
 
@@ -60,7 +60,7 @@ def make_program(shape: Shape, device: torch.device, dtype: torch.dtype = torch.
     def norm() -> Norm:
         return Norm(torch.empty(shape.hidden, dtype=dtype, device=device).uniform_(0.5, 1.5), 1e-5)
 
-    sizes = {name: (rows, columns) for name, rows, columns, _, _ in shape.matrices()}
+    sizes = {name: (rows, columns) for name, rows, columns in shape.matrices()}
     body: list[Op] = []
     for layer in range(shape.layers):
         body += [
@@ -128,10 +128,9 @@ class Projection:
     def __init__(self, shape: Shape, name: str, tokens: int, device: torch.device) -> None:
         self._name = name
         self._shape = shape
-        self.rows, self.columns, self.normed, self.paired = next(m[1:] for m in shape.matrices() if m[0] == name)
+        self.rows, self.columns = next(m[1:] for m in shape.matrices() if m[0] == name)
         dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
         self.x = torch.randn(tokens, self.columns, device=device, dtype=dtype)
-        self._norm = Norm(torch.ones(self.columns, device=device, dtype=dtype), 1e-5)
         self._out = torch.zeros(tokens, self.rows, device=device, dtype=torch.float32 if name == "head" else dtype)
         self._workspace = linear.SplitWorkspace(device)
         cache = torch.empty(2, tokens, BLOCK_SIZE, shape.kv_heads, shape.size, device=device, dtype=dtype)
@@ -147,14 +146,14 @@ class Projection:
         }
 
     def __call__(self, weight: torch.Tensor, config: LinearConfig | None = None) -> None:
-        x, out, norm = self.x, self._out, self._norm
+        x, out, workspace = self.x, self._out, self._workspace
         if self._name == "qkv":
             heads = (self._shape.heads, self._shape.kv_heads, self._shape.size)
             q = out.view(-1)[: x.shape[0] * heads[0] * heads[2]].view(x.shape[0], heads[0], heads[2])
-            linear.linear_rope(x, weight, q, norm=norm, heads=heads, rope=self._rope, config=config)
+            linear.linear_rope(x, weight, q, workspace, heads=heads, rope=self._rope, config=config)
         elif self._name == "gate_up":
-            linear.linear_silu_mul(x, weight, out[:, : self.rows // 2], norm=norm, config=config)
+            linear.linear_silu_mul(x, weight, out[:, : self.rows // 2], workspace, config=config)
         elif self._name == "head":
-            linear.linear(x, weight, out, norm=norm, config=config)
+            linear.linear(x, weight, out, workspace, config=config)
         else:
-            linear.linear_residual(x, weight, out, self._workspace, config=config)
+            linear.linear_residual(x, weight, out, workspace, config=config)

@@ -133,8 +133,8 @@ def _attend_few_kernel(
     query_len = tl.load(query_start_loc + request + 1) - start
     seq_len = tl.load(seq_lens + request)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     if (query_len > few_tokens) | (first >= query_len):
         return
     i = tl.arange(0, BLOCK_M)
@@ -207,8 +207,8 @@ def _combine_kernel(
     query_len = tl.load(query_start_loc + request + 1) - start
     position = tl.load(seq_lens + request) - query_len + token
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     if (query_len > few_tokens) | (token >= query_len):
         return
     last = chunk_of(position)
@@ -288,8 +288,8 @@ def _attend_many_kernel(
     seq_len = tl.load(seq_lens + request)
     first = (tile - (start // BLOCK_Q + request)) * BLOCK_Q
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     if (query_len <= few_tokens) | (first >= query_len):
         return
     i = tl.arange(0, BLOCK_M)
@@ -396,8 +396,8 @@ def attend(
         shares = config.few_programs * num_processors(q.device) // (requests * tiles * kv_heads)
         shares = max(1, min(chunks, shares))
         _attend_few_kernel[(requests * tiles, kv_heads, shares)](
-            q, keys, values, out, partial, lse, batch.block_table, batch.query_start_loc, batch.seq_lens, batch.block_table.stride(0),
-            scale, softcap or 0.0, chunks, few, tiles, BLOCK_Q=block_q, BLOCK_M=block_m,
+            q, keys, values, out, partial, lse, batch.block_table, batch.query_start_loc, batch.seq_lens,
+            batch.block_table.stride(0), scale, softcap or 0.0, chunks, few, tiles, BLOCK_Q=block_q, BLOCK_M=block_m,
             BLOCK_N=config.few_block_n, num_warps=config.few_warps, num_stages=config.few_stages, **common,
         )  # fmt: skip
         if chunks > 1:

@@ -19,8 +19,8 @@ def _embed_kernel(token_ids, embedding, out, stride, SIZE: tl.constexpr, BLOCK: 
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.load(token_ids + token).to(tl.int64)
     value = tl.load(embedding + row * stride + column, mask=column < SIZE)
     tl.store(out + token.to(tl.int64) * SIZE + column, value, mask=column < SIZE)
@@ -31,8 +31,8 @@ def _rms_norm_kernel(x, weight, out, stride, eps, SIZE: tl.constexpr, BLOCK: tl.
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     value = tl.load(x + token * stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
     # Hugging Face's order of roundings, which is the reference's.
@@ -47,8 +47,8 @@ def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL:
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     gate = tl.load(gate_up + token * 2 * SIZE + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * 2 * SIZE + SIZE + column, mask=mask, other=0.0).to(tl.float32)
     h = gate / (1.0 + tl.exp(-gate)) * up
@@ -76,8 +76,8 @@ def _rope_kernel(
     PAIRS: tl.constexpr = (HEADS + 2 * KV_HEADS) * HALF
     mask = (p < PAIRS)[:, None] & (t >= 0)[None, :]
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     element = ((p // HALF) * (2 * HALF) + p % HALF)[:, None]
     cells = qkv + t.to(tl.int64)[None, :] * (2 * PAIRS) + element
     first = tl.load(cells, mask=mask, other=0.0).to(tl.float32)

@@ -5,9 +5,8 @@ The weights are the tall side of a matrix product whose other side is the tokens
 does not depend on the other tokens, and the order of its additions is fixed by the configuration alone: with one
 configuration for 1 to 16 tokens, a token's result has the same bits in a step of 1 and of 16.
 
-RMSNorm (arXiv:1910.07467) needs no pass of its own: the norm's weight is multiplied in as x is read, and 1/rms, which
-commutes with the product, scales the result. x · weight is rounded to the model's type once, where the reference rounds
-x/rms and then the product.
+A program asks for its first weights, into the L2 cache, before it waits for the kernel that makes x: the memory stays
+busy while one kernel ends and the next begins.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sol.ops.gpu.launch import DOT_PRECISION, pdl_options, prefetch_l2
 from sol.ops.gpu.tuning import LinearConfig, linear_config
-from sol.ops.weights import Norm
 
 STORE = tl.constexpr(0)
 RESIDUAL = tl.constexpr(1)
@@ -39,7 +37,6 @@ def _linear_kernel(
     w,
     out,
     bias,
-    gamma,
     partials,
     counters,
     positions,
@@ -52,7 +49,6 @@ def _linear_kernel(
     stride_x,
     stride_w,
     stride_out,
-    eps,
     EPILOGUE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -60,19 +56,18 @@ def _linear_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[t, r] = epilogue(Σ_k x[t, k] · w[r, k]); one program: `BLOCK_R` rows, all tokens, 1/`SPLIT_K` of the columns.
 
     GATE and ROPE combine two rows; a block then holds `BLOCK_R` / 2 pairs, the two rows of each side by side.
     """
-    tl.static_assert(SPLIT_K == 1 or not HAS_NORM, "a split product does not see the whole of x")
     PAIRED: tl.constexpr = EPILOGUE == GATE or EPILOGUE == ROPE
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -97,13 +92,15 @@ def _linear_kernel(
             LINE: tl.constexpr = 128 // (w.dtype.element_ty.primitive_bitwidth // 8)
             lines = part * (STEPS * BLOCK_K) + tl.arange(0, PREFETCH * BLOCK_K // LINE) * LINE
             prefetch_l2(w_rows + tl.minimum(lines, COLUMNS - 1)[None, :])
+        if EARLY:
+            gdc_launch_dependents()
         gdc_wait()
-        gdc_launch_dependents()
+        if not EARLY:
+            gdc_launch_dependents()
     t = tl.arange(0, BLOCK_T)
     in_tokens = t < num_tokens
     x_columns = x + t.to(tl.int64)[None, :] * stride_x
     accumulator = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
-    squares = tl.zeros((BLOCK_K, BLOCK_T), tl.float32)
     for _ in range(STEPS):
         if EVEN_COLUMNS:
             w_mask = in_rows[:, None]
@@ -116,18 +113,8 @@ def _linear_kernel(
         else:
             w_tile = tl.load(w_rows + k[None, :], mask=w_mask, other=0.0, eviction_policy="evict_first")
         x_tile = tl.load(x_columns + k[:, None], mask=x_mask, other=0.0)
-        if HAS_NORM:
-            wide = x_tile.to(tl.float32)
-            squares += wide * wide
-            if EVEN_COLUMNS:
-                scale = tl.load(gamma + k)
-            else:
-                scale = tl.load(gamma + k, mask=k < COLUMNS, other=0.0)
-            x_tile = (wide * scale.to(tl.float32)[:, None]).to(w_tile.dtype)
         accumulator = tl.dot(w_tile, x_tile, accumulator, input_precision=DOT_PRECISION)
         k += BLOCK_K
-    if HAS_NORM:
-        accumulator *= tl.rsqrt(tl.sum(squares, 0) / COLUMNS + eps)[None, :]
     if SPLIT_K > 1:
         # The program of a block's rows that ends last adds up all parts, in their order.
         cells = j[:, None] * BLOCK_T + t[None, :]
@@ -222,21 +209,19 @@ def _launch(
     out: torch.Tensor,
     epilogue: tl.constexpr,
     config: LinearConfig | None,
-    workspace: SplitWorkspace | None = None,
+    workspace: SplitWorkspace,
     *,
     bias: torch.Tensor | None,
-    norm: Norm | None,
     stride_out: int,
     rope: dict[str, Any] | None = None,
     heads: tuple[int, int, int] = (1, 1, 1),
 ) -> None:
     rows, columns = weight.shape
     tokens = x.shape[0]
-    config = config or linear_config(rows, columns, tokens, norm=norm is not None, paired=epilogue.value >= GATE.value)
+    config = config or linear_config(rows, columns, tokens)
     tiles = triton.cdiv(rows, config.block_rows)
     partials = counters = None
     if config.split_k > 1:
-        assert workspace is not None
         assert tiles <= workspace.counters.shape[0]
         counters = workspace.counters
         size = tiles * config.split_k * config.block_rows * config.block_tokens
@@ -247,7 +232,6 @@ def _launch(
         weight,
         out,
         bias,
-        None if norm is None else norm.weight,
         partials,
         counters,
         **tensors,
@@ -255,7 +239,6 @@ def _launch(
         stride_x=x.stride(0),
         stride_w=weight.stride(0),
         stride_out=stride_out,
-        eps=0.0 if norm is None else norm.eps,
         EPILOGUE=epilogue,
         ROWS=rows,
         COLUMNS=columns,
@@ -263,12 +246,12 @@ def _launch(
         KV_HEADS=heads[1],
         HALF=heads[2] // 2,
         HAS_BIAS=bias is not None,
-        HAS_NORM=norm is not None,
         BLOCK_T=config.block_tokens,
         BLOCK_R=config.block_rows,
         BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
         PREFETCH=config.prefetch,
+        EARLY=config.early,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **pdl_options(x.device),
@@ -279,13 +262,13 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
+    workspace: SplitWorkspace,
     *,
     bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
     config: LinearConfig | None = None,
 ) -> None:
-    """out = norm(x) · weightᵀ + bias. x [T, in], T ≤ 64; weight [rows, in], rows contiguous; out [T, rows]."""
-    _launch(x, weight, out, STORE, config, bias=bias, norm=norm, stride_out=out.stride(0))
+    """out = x · weightᵀ + bias. x [T, in], T ≤ 64; weight [rows, in], rows contiguous; out [T, rows]."""
+    _launch(x, weight, out, STORE, config, workspace, bias=bias, stride_out=out.stride(0))
 
 
 def linear_residual(
@@ -298,36 +281,36 @@ def linear_residual(
     config: LinearConfig | None = None,
 ) -> None:
     """residual += x · weightᵀ + bias, in place; residual [T, rows]."""
-    _launch(x, weight, residual, RESIDUAL, config, workspace, bias=bias, norm=None, stride_out=residual.stride(0))
+    _launch(x, weight, residual, RESIDUAL, config, workspace, bias=bias, stride_out=residual.stride(0))
 
 
 def linear_silu_mul(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
+    workspace: SplitWorkspace,
     *,
-    norm: Norm,
     bias: torch.Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> None:
-    """out = SiLU(gate) · up, where [gate; up] are the rows of norm(x) · weightᵀ + bias; out [T, rows / 2]."""
-    _launch(x, weight, out, GATE, config, bias=bias, norm=norm, stride_out=out.stride(0))
+    """out = SiLU(gate) · up, where [gate; up] are the rows of x · weightᵀ + bias; out [T, rows / 2]."""
+    _launch(x, weight, out, GATE, config, workspace, bias=bias, stride_out=out.stride(0))
 
 
 def linear_rope(
     x: torch.Tensor,
     weight: torch.Tensor,
     q: torch.Tensor,
+    workspace: SplitWorkspace,
     *,
-    norm: Norm,
     heads: tuple[int, int, int],
     rope: dict[str, Any],
     bias: torch.Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> None:
-    """q, k, v = norm(x) · weightᵀ + bias; q and k rotated; q [T, H, E] written, k and v written to the cache.
+    """q, k, v = x · weightᵀ + bias; q and k rotated; q [T, H, E] written, k and v written to the cache.
 
     heads: query heads, key/value heads, head size. rope: tensors `positions`, `slots` [T] int64, `cos`, `sin`
     [positions, E / 2] float32, `keys`, `values` [blocks, block size, kv heads, E].
     """
-    _launch(x, weight, q, ROPE, config, bias=bias, norm=norm, stride_out=0, rope=rope, heads=heads)
+    _launch(x, weight, q, ROPE, config, workspace, bias=bias, stride_out=0, rope=rope, heads=heads)

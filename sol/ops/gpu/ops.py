@@ -77,12 +77,13 @@ class GpuOps:
         }
         tokens = residual.shape[0]
         q = torch.empty(tokens, heads, size, dtype=residual.dtype, device=residual.device)
+        x = elementwise.rms_norm(residual, op.norm)
         if tokens <= self._max_fused_tokens and len(op.qkv.segments) == 1:
             weight = _matrix(op.qkv.segments[0])
-            linear.linear_rope(residual, weight, q, norm=op.norm, heads=plan.heads, rope=tensors, bias=op.qkv.bias)
+            bias = op.qkv.bias
+            linear.linear_rope(x, weight, q, self._workspace, heads=plan.heads, rope=tensors, bias=bias)
         else:
-            qkv = self._linear(residual, op.qkv, norm=op.norm)
-            elementwise.rope(qkv, q, plan.heads, tensors)
+            elementwise.rope(self._linear(x, op.qkv), q, plan.heads, tensors)
         return q
 
     def paged_attention(self, q: torch.Tensor, op: PagedAttention, plan: GpuPlan) -> torch.Tensor:
@@ -115,33 +116,35 @@ class GpuOps:
         return residual
 
     def mlp_input(self, residual: torch.Tensor, op: MlpInput) -> torch.Tensor:
-        tokens = residual.shape[0]
+        x = elementwise.rms_norm(residual, op.norm)
+        tokens = x.shape[0]
         if tokens <= self._max_fused_tokens and len(op.gate_up.segments) == 1:
             weight = _matrix(op.gate_up.segments[0])
-            h = torch.empty(tokens, weight.shape[0] // 2, dtype=residual.dtype, device=residual.device)
-            linear.linear_silu_mul(residual, weight, h, norm=op.norm, bias=op.gate_up.bias)
+            h = torch.empty(tokens, weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+            linear.linear_silu_mul(x, weight, h, self._workspace, bias=op.gate_up.bias)
             return h
-        return elementwise.silu_mul(self._linear(residual, op.gate_up, norm=op.norm))
+        return elementwise.silu_mul(self._linear(x, op.gate_up))
 
     def logits(self, residual: torch.Tensor, norm: Norm, head: Linear) -> torch.Tensor:
-        return self._linear(residual, head, norm=norm, dtype=torch.float32)
+        if residual.shape[0] == 0:
+            rows = sum(_matrix(segment).shape[0] for segment in head.segments)
+            return torch.empty(0, rows, dtype=torch.float32, device=residual.device)
+        return self._linear(elementwise.rms_norm(residual, norm), head, dtype=torch.float32)
 
-    def _linear(self, x: torch.Tensor, weight: Linear, *, norm: Norm, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """norm(x) · weightᵀ + bias, in x's type or `dtype`."""
+    def _linear(self, x: torch.Tensor, weight: Linear, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x · weightᵀ + bias, in x's type or `dtype`."""
         tokens = x.shape[0]
         matrices = [_matrix(segment) for segment in weight.segments]
-        fused = 0 < tokens <= self._max_fused_tokens
-        if not fused:
-            x = elementwise.rms_norm(x, norm) if tokens else x
-            if len(matrices) == 1 and weight.bias is None:
-                return (x @ matrices[0].t()).to(dtype or x.dtype)
+        fused = tokens <= self._max_fused_tokens
+        if not fused and len(matrices) == 1 and weight.bias is None:
+            return (x @ matrices[0].t()).to(dtype or x.dtype)
         ends = list(itertools.accumulate(matrix.shape[0] for matrix in matrices))
         out = torch.empty(tokens, ends[-1], dtype=dtype if fused and dtype else x.dtype, device=x.device)
         for matrix, end in zip(matrices, ends, strict=True):
             part = slice(end - matrix.shape[0], end)
             bias = None if weight.bias is None else weight.bias[part]
             if fused:
-                linear.linear(x, matrix, out[:, part], bias=bias, norm=norm)
+                linear.linear(x, matrix, out[:, part], self._workspace, bias=bias)
             elif bias is not None:
                 torch.addmm(bias, x, matrix.t(), out=out[:, part])
             else:

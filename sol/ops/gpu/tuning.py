@@ -22,6 +22,8 @@ class LinearConfig:
     num_stages: int
     prefetch: int
     """Of how many blocks of columns a program asks for the weights before the kernel ahead of it has ended"""
+    early: bool = True
+    """The next kernel may start before the one ahead has ended (else: only after)"""
 
 
 def token_class(tokens: int) -> int:
@@ -30,11 +32,10 @@ def token_class(tokens: int) -> int:
 
 
 @functools.cache
-def linear_config(rows: int, columns: int, tokens: int, *, norm: bool, paired: bool) -> LinearConfig:
-    """For weights [rows, columns]; `norm`: x is normalised on the way, so no split-K; `paired`: rows go two by two."""
+def linear_config(rows: int, columns: int, tokens: int) -> LinearConfig:
+    """For weights [rows, columns]."""
     tokens = token_class(tokens)
-    found = _table().get((rows, columns, tokens, norm, paired))
-    return found or _rule(rows, columns, tokens)
+    return table().get((rows, columns, tokens)) or _rule(rows, columns, tokens)
 
 
 def _rule(rows: int, columns: int, tokens: int) -> LinearConfig:
@@ -47,11 +48,11 @@ def _rule(rows: int, columns: int, tokens: int) -> LinearConfig:
 
 
 @functools.cache
-def _table() -> dict[tuple[int, int, int, bool, bool], LinearConfig]:
-    lines = resources.files("sol.ops.gpu").joinpath("tuned_linear.json").read_text(encoding="utf-8").splitlines()
-    table = {}
-    for line in filter(None, lines):
-        row = json.loads(line)
-        key = (row["rows"], row["columns"], row["tokens"], row["norm"], row["paired"])
-        table[key] = LinearConfig(block_tokens=row["tokens"], **row["config"])
-    return table
+def table() -> dict[tuple[int, int, int], LinearConfig]:
+    """What has been measured, by rows, columns and token class."""
+    text = resources.files("sol.ops.gpu").joinpath("tuned_linear.json").read_text(encoding="utf-8")
+    rows = map(json.loads, text.splitlines())
+    return {
+        (row["rows"], row["columns"], row["tokens"]): LinearConfig(block_tokens=row["tokens"], **row["config"])
+        for row in rows
+    }
