@@ -131,7 +131,7 @@ void check_model_errors(int32_t isa) {
         const_cast<SolSegment&>(ops[0].linear.segments[1]).packed_nbytes = 3;
     });
     create(SOL_E_ARGUMENT, "rope", [](Desc, Ops ops) { ops[0].rope_sin = nullptr; });
-    create(SOL_E_UNSUPPORTED, "ops[0]", [](Desc, Ops ops) { ops[0].kind = 9; });
+    create(SOL_E_ARGUMENT, "kind is 9", [](Desc, Ops ops) { ops[0].kind = 9; });
     create(SOL_E_UNSUPPORTED, "ops[2]", [](Desc, Ops ops) { ops[2].kind = SOL_OP_MLP_INPUT; });
     create(SOL_E_UNSUPPORTED, "ops", [](Desc d, Ops) { d.num_ops--; });
     create(SOL_E_ARGUMENT, "window", [](Desc, Ops ops) { ops[1].window = -1; });
