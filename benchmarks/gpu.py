@@ -4,6 +4,8 @@
                                                 against the reference ops in float32, and bit for bit among themselves
     python benchmarks/gpu.py ceilings           read bandwidth and matrix rate
     python benchmarks/gpu.py tune [--tokens 16] the best block sizes for Llama-3-8B's matrices, as lines of JSON
+    python benchmarks/gpu.py tune_attention     the same for attention
+    python benchmarks/gpu.py profile            kernel by kernel, by CUPTI
     python benchmarks/gpu.py kernels            each projection beside cuBLAS and the floor
     python benchmarks/gpu.py step               a decode step in a CUDA graph, whole and without some of its parts
     python benchmarks/gpu.py prefill            steps of 2,048 tokens, and of the last 2,048 of 8,000
@@ -32,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_check import PARTS, check
 from gpu_model import LLAMA_3_8B, SMALL, DecodeBatch, Projection, Shape, make_program
-from gpu_tune import tune
+from gpu_tune import tune, tune_attention
 
 from sol.ops import KVCache, Linear, Norm, run
 from sol.ops.gpu.ops import GpuOps
@@ -173,9 +175,35 @@ def prefill(results: Results, shape: Shape) -> None:
         results.add("prefill", tokens=query_len, context=context, ms=ms, attention_ms=ms - without, eager_ms=eager)
 
 
+def profile(shape: Shape) -> None:
+    """What CUPTI says each kernel took; kernels that overlap count the time they wait."""
+    program = make_program(shape, DEVICE)
+    for requests, context, query_len in ((8, 128, 1), (64, 128, 1), (128, 128, 1), (1, 2048, 2048)):
+        batch = DecodeBatch(shape, requests, context, query_len, DEVICE, last_only=query_len > 1)
+        cache, ops = KVCache(batch.cache), GpuOps(DEVICE)
+        run(program, ops, batch.batch, cache)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run(program, ops, batch.batch, cache)
+        graph.replay()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            graph.replay()
+            torch.cuda.synchronize()
+        print(f"profile: {requests} requests, context {context}, {query_len} tokens each")
+        events = sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)
+        for event in events[:9]:
+            print(f"  {event.device_time_total / 1e3:8.3f} ms {event.count:4d} x {event.key[:90]}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=(*PARTS, "ceilings", "tune", "kernels", "step", "parts", "prefill"))
+    parser.add_argument(
+        "what",
+        nargs="+",
+        choices=(*PARTS, "ceilings", "tune", "tune_attention", "profile", "kernels", "step", "parts", "prefill"),
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[16], choices=(16, 32, 64), help="of tune")
     parser.add_argument("--processes", type=int, default=14, help="that compile, in tune")
     parser.add_argument("--trials", type=int, default=40, help="configurations a matrix, in tune")
@@ -193,6 +221,10 @@ def main() -> int:
                 failed += check(results.add, shape, DEVICE, what)
             elif what == "ceilings":
                 ceilings(results, shape)
+            elif what == "tune_attention":
+                tune_attention(results.add, timed, shape, DEVICE, args.processes)
+            elif what == "profile":
+                profile(shape)
             elif what == "tune":
                 tune(results.add, timed, shape, DEVICE, args.tokens, args.trials, args.processes)
             elif what == "kernels":

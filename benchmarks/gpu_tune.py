@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -10,9 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_model import Projection, Shape
+from gpu_model import DecodeBatch, Projection, Shape, make_program
+from triton.runtime.errors import OutOfResources
 
-from sol.ops.gpu.tuning import LinearConfig
+from sol.ops import KVCache, run
+from sol.ops.gpu.attention import AttentionConfig, AttentionInputs, attend
+from sol.ops.gpu.ops import GpuOps
+from sol.ops.gpu.tuning import LinearConfig, linear_config, table
 
 SHARED_BYTES = 200 << 10
 
@@ -20,7 +25,7 @@ SHARED_BYTES = 200 << 10
 def candidates(projection: Projection, tokens: int, trials: int) -> list[LinearConfig]:
     """A random choice among those that fit and that give every processor work."""
     found = []
-    splits = [1] if projection.normed else [1, 2, 4, 7, 8]
+    splits = [1, 2, 4, 7, 8] if projection.rows < 8192 else [1]
     for block_rows in (16, 32, 64, 128):
         for block_k in (64, 128, 256, 512):
             for split_k in splits:
@@ -34,9 +39,9 @@ def candidates(projection: Projection, tokens: int, trials: int) -> list[LinearC
                             projection.columns % (block_k * split_k) == 0
                             and bytes_each <= SHARED_BYTES
                             and programs >= 120
-                            and in_flight >= 24 << 10
+                            and in_flight >= 16 << 10
                             and block_rows * tokens <= 4096 * warps
-                            and block_k * tokens <= 2048 * warps
+                            and block_k * tokens <= 4096 * warps
                             and block_rows * block_k >= 512 * warps
                             and (split_k == 1 or projection.columns // split_k >= 8 * block_k)
                         ):
@@ -53,10 +58,8 @@ def _compile(task: tuple[Shape, str, int, list[LinearConfig]]) -> None:
         projection = Projection(shape, name, tokens, device)
         weight = torch.zeros(projection.rows, projection.columns, device=device, dtype=torch.bfloat16)
         for config in configs:
-            try:
+            with contextlib.suppress(OutOfResources):
                 projection(weight, config)
-            except Exception as error:  # out of shared memory or registers: not a candidate
-                print("#", name, config, type(error).__name__, flush=True)
 
 
 def tune(
@@ -73,29 +76,65 @@ def tune(
         for name, *_ in shape.matrices():
             jobs[name, tokens] = candidates(Projection(shape, name, tokens, device), tokens, trials)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        best = _round(add, timed, shape, device, jobs, pool, processes)
-        again = {}
-        for key, ranked in best.items():
-            again[key] = [
-                dataclasses.replace(config, prefetch=prefetch)
-                for _, config in ranked[:4]
-                for prefetch in (0, 2, 8, 16)
-                if prefetch * config.block_k <= shape_columns(shape, key[0]) // config.split_k
-            ]
-        second = _round(add, timed, shape, device, again, pool, processes)
-    for (name, tokens), ranked in second.items():
-        every = sorted([*ranked, *best[name, tokens]], key=lambda pair: pair[0])
-        projection = Projection(shape, name, tokens, device)
-        config = dataclasses.asdict(every[0][1])
-        del config["block_tokens"]
-        size = projection.rows * projection.columns * 2
-        add("tuned", matrix=name, tokens=tokens, us=every[0][0] * 1e3, gb_s=size / every[0][0] / 1e6,
-            without_prefetch_us=min((ms for ms, c in every if c.prefetch == 0), default=0.0) * 1e3)  # fmt: skip
-        line = {"rows": projection.rows, "columns": projection.columns, "tokens": tokens}
-        line |= {"norm": projection.normed, "paired": projection.paired}
-        print(json.dumps(line | {"config": config}), flush=True)
-        for ms, other in every[1:4]:
-            print("#   next", f"{ms * 1e3:.2f} us", other, flush=True)
+        best = _round(timed, shape, device, jobs, pool)
+        for tokens in classes:
+            ranked = {name: [c for _, c in best[name, tokens][:6]] for name, *_ in shape.matrices()}
+            variants = {
+                name: [
+                    dataclasses.replace(config, prefetch=prefetch, early=early)
+                    for config in configs
+                    for prefetch in (0, 2, 8)
+                    for early in (False, True)
+                    if prefetch * config.block_k <= shape_columns(shape, name) // config.split_k
+                ]
+                for name, configs in ranked.items()
+            }
+            if device.type == "cuda":
+                pool.map(_compile, [(shape, n, tokens, v[i::4]) for n, v in variants.items() for i in range(4)], 1)
+            chosen = _in_company(add, timed, shape, device, tokens, variants)
+            for name, config in chosen.items():
+                _, rows, columns = next(m for m in shape.matrices() if m[0] == name)
+                alone = best[name, tokens][0]
+                add("tuned", matrix=name, tokens=tokens, alone_us=alone[0] * 1e3,
+                    alone_gb_s=rows * columns * 2 / alone[0] / 1e6, alone=str(alone[1]))  # fmt: skip
+                values = dataclasses.asdict(config)
+                del values["block_tokens"]
+                print(json.dumps({"rows": rows, "columns": columns, "tokens": tokens, "config": values}), flush=True)
+
+
+def _in_company(
+    add: Callable[..., None],
+    timed: Callable[..., float],
+    shape: Shape,
+    device: torch.device,
+    tokens: int,
+    variants: dict[str, list[LinearConfig]],
+) -> dict[str, LinearConfig]:
+    """One matrix after the other, twice: the configuration with which a few layers and the head are fastest."""
+    shape = dataclasses.replace(shape, layers=min(shape.layers, 6))
+    program = make_program(shape, device)
+    batch = DecodeBatch(shape, 8 if tokens == 16 else tokens, min(128, shape.max_len), 1, device)
+    cache, ops = KVCache(batch.cache), GpuOps(device)
+    sizes = {name: (rows, columns, tokens) for name, rows, columns in shape.matrices()}
+
+    def measure(name: str, config: LinearConfig) -> float:
+        table()[sizes[name]] = config
+        linear_config.cache_clear()
+        return timed(lambda: run(program, ops, batch.batch, cache), repeats=7)
+
+    chosen = {name: configs[0] for name, configs in variants.items()}
+    for name, config in chosen.items():
+        best = measure(name, config)
+    first = best
+    for _ in range(2):
+        for name, configs in variants.items():
+            times = {config: measure(name, config) for config in configs}
+            fastest = min(times, key=lambda config: times[config])
+            if times[fastest] < 0.998 * measure(name, chosen[name]):
+                chosen[name] = fastest
+            best = measure(name, chosen[name])
+    add("tuned_layers", layers=shape.layers, tokens=tokens, ms=best, as_tuned_alone_ms=first)
+    return chosen
 
 
 def shape_columns(shape: Shape, name: str) -> int:
@@ -103,25 +142,22 @@ def shape_columns(shape: Shape, name: str) -> int:
 
 
 def _round(
-    add: Callable[..., None],
     timed: Callable[..., float],
     shape: Shape,
     device: torch.device,
     jobs: dict[tuple[str, int], list[LinearConfig]],
     pool: Any,
-    processes: int,
 ) -> dict[tuple[str, int], list[tuple[float, LinearConfig]]]:
     """Milliseconds and configuration, best first, of each job."""
     if device.type == "cuda":
-        tasks = [(shape, name, tokens, configs[i::4]) for (name, tokens), configs in jobs.items() for i in range(4)]
+        tasks = [(shape, name, tokens, configs[i::8]) for (name, tokens), configs in jobs.items() for i in range(8)]
         pool.map(_compile, tasks, chunksize=1)
     ranked = {}
     for (name, tokens), configs in jobs.items():
         projection = Projection(shape, name, tokens, device)
         count = max(2, min(16, int(6e8 // (projection.rows * projection.columns * 2))))
-        weights = [
-            torch.randn(projection.rows, projection.columns, device=device).to(projection.x.dtype) for _ in range(count)
-        ]
+        size = (projection.rows, projection.columns)
+        weights = [torch.randn(size, device=device).to(projection.x.dtype) for _ in range(count)]
         times = []
         for config in configs:
             try:
@@ -130,11 +166,80 @@ def _round(
                     launches=count,
                     repeats=5,
                 )
-            except Exception as error:
-                print("#", name, config, type(error).__name__, flush=True)
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
+            except OutOfResources:
                 continue
             times.append((ms, config))
         ranked[name, tokens] = sorted(times, key=lambda pair: pair[0])
     return ranked
+
+
+def tune_attention(
+    add: Callable[..., None], timed: Callable[..., float], shape: Shape, device: torch.device, processes: int
+) -> None:
+    """The block sizes of attention, over the layers of a step."""
+    shape = dataclasses.replace(shape, layers=min(shape.layers, 16))
+    few = [
+        AttentionConfig(few_block_n=n, few_warps=warps, few_stages=stages)
+        for n in (32, 64, 128)
+        for warps in (2, 4, 8)
+        for stages in (2, 3, 4, 6)
+        if n >= 16 * warps
+    ]
+    many = [
+        AttentionConfig(many_block_m=m, many_block_n=n, many_warps=warps, many_stages=stages)
+        for m, warps in ((64, 4), (128, 4), (128, 8))
+        for n in (32, 64, 128)
+        for stages in (2, 3, 4)
+    ]
+    if device.type == "cuda":
+        with multiprocessing.get_context("spawn").Pool(processes) as pool:
+            pool.map(_compile_attention, [(shape, configs) for configs in (*((c,) for c in few + many),)], 1)
+    cases = [
+        (1, 128, 1),
+        (1, 2048, 1),
+        (8, 2048, 1),
+        (32, 2048, 1),
+        (64, 128, 1),
+        (256, 128, 1),
+        (1, 2048, 2048),
+        (1, 8000, 2048),
+    ]
+    for requests, context, query_len in cases:
+        batch = DecodeBatch(shape, requests, context, query_len, device)
+        q = torch.randn(requests * query_len, shape.heads, shape.size, device=device).to(batch.cache.dtype)
+        inputs = AttentionInputs(
+            batch.batch, shape.heads, shape.kv_heads, shape.size, 1 if query_len == 1 else 0, query_len > 1
+        )
+        times = []
+        configs = many if query_len > 1 else [dataclasses.replace(c, few_programs=n) for c in few for n in (1, 2, 4, 8)]
+        for config in configs:
+            try:
+                ms = timed(
+                    lambda: [attend(q, k, v, inputs, scale=0.1, config=config) for k, v in batch.cache],  # noqa: B023
+                    launches=shape.layers,
+                    repeats=5,
+                )
+            except OutOfResources:
+                continue
+            times.append((ms, config))
+        times.sort(key=lambda pair: pair[0])
+        usual = min(ms for ms, c in times if dataclasses.replace(c, few_programs=4) == AttentionConfig())
+        size = requests * context * shape.kv_heads * shape.size * 4
+        for ms, config in times[:8]:
+            add("attention", requests=requests, context=context, query_len=query_len, us=ms * 1e3,
+                gb_s=size / ms / 1e6, default_us=usual * 1e3, config=list(dataclasses.astuple(config)))  # fmt: skip
+
+
+def _compile_attention(task: tuple[Shape, tuple[AttentionConfig, ...]]) -> None:
+    shape, configs = task
+    device = torch.device("cuda")
+    shape = dataclasses.replace(shape, layers=1)
+    with torch.inference_mode():
+        for query_len in (1, 32):
+            batch = DecodeBatch(shape, 1, 300, query_len, device)
+            q = torch.randn(query_len, shape.heads, shape.size, device=device).to(batch.cache.dtype)
+            few = 1 if query_len == 1 else 0
+            inputs = AttentionInputs(batch.batch, shape.heads, shape.kv_heads, shape.size, few, query_len > 1)
+            for config in configs:
+                with contextlib.suppress(OutOfResources):
+                    attend(q, *batch.cache[0], inputs, scale=0.1, config=config)

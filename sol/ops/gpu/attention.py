@@ -19,8 +19,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sol.ops.gpu.batch import DeviceBatch
-from sol.ops.gpu.chunks import PER_LEVEL, chunk_of, chunk_start, num_chunks
-from sol.ops.gpu.launch import DOT_PRECISION, num_processors, pdl_options
+from sol.ops.gpu.chunks import FIRST_SIZE, PER_LEVEL, chunk_of, chunk_start, num_chunks
+from sol.ops.gpu.launch import DOT_PRECISION, num_processors, pdl_options, prefetch_l2
 
 FEW = 16
 """The most query tokens of a request that `attend_few` takes"""
@@ -63,7 +63,9 @@ def _attend_block(
         page = tl.load(table + n // PAGE)
     row = (page.to(tl.int64) * PAGE + n % PAGE) * (KV_HEADS * SIZE) + kv_head * SIZE
     cells = row[:, None] + d[None, :]
-    if MASKED:
+    if MASKED and BLOCK_D == SIZE:
+        k = tl.load(keys + cells, mask=(n < end)[:, None], other=0.0)
+    elif MASKED:
         k = tl.load(keys + cells, mask=(n < end)[:, None] & (d < SIZE)[None, :], other=0.0)
     elif BLOCK_D == SIZE:
         k = tl.load(keys + cells)
@@ -85,7 +87,9 @@ def _attend_block(
     decay = tl.exp2(m - base)
     total = total * decay + tl.sum(p, 1)
     acc *= decay[:, None]
-    if MASKED:
+    if MASKED and BLOCK_D == SIZE:
+        v = tl.load(values + cells, mask=(n < end)[:, None], other=0.0)
+    elif MASKED:
         v = tl.load(values + cells, mask=(n < end)[:, None] & (d < SIZE)[None, :], other=0.0)
     elif BLOCK_D == SIZE:
         v = tl.load(values + cells)
@@ -132,10 +136,26 @@ def _attend_few_kernel(
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     seq_len = tl.load(seq_lens + request)
+    last = seq_len - query_len + tl.minimum(first + BLOCK_Q, query_len) - 1
+    chunks = chunk_of(last) + 1
+    chunk = tl.program_id(2)
+    if WINDOW > 0:
+        chunk += chunk_of(tl.maximum(seq_len - query_len + first - WINDOW + 1, 0))
+    table = block_table + request.to(tl.int64) * stride_table
+    mine = (query_len <= few_tokens) & (first < query_len)
     if PDL:
         gdc_launch_dependents()
+        # Earlier tokens' keys and values are there already.
+        if mine & (chunk < chunks):
+            n = tl.minimum(chunk_start(chunk) + tl.arange(0, FIRST_SIZE), last)
+            page = tl.load(table + n // PAGE).to(tl.int64)
+            LINE: tl.constexpr = 128 // (keys.dtype.element_ty.primitive_bitwidth // 8)
+            cells = ((page * PAGE + n % PAGE) * KV_HEADS + kv_head) * SIZE
+            lines = tl.minimum(tl.arange(0, BLOCK_D // LINE if BLOCK_D > LINE else 1) * LINE, SIZE - 1)
+            prefetch_l2(keys + cells[:, None] + lines[None, :])
+            prefetch_l2(values + cells[:, None] + lines[None, :])
         gdc_wait()
-    if (query_len > few_tokens) | (first >= query_len):
+    if mine == 0:
         return
     i = tl.arange(0, BLOCK_M)
     token = first + i // GROUP
@@ -146,18 +166,8 @@ def _attend_few_kernel(
     row = (start + token).to(tl.int64) * HEADS + head
     mask = valid[:, None] & (d < SIZE)[None, :]
     queries = tl.load(q + row[:, None] * SIZE + d[None, :], mask=mask, other=0.0)
-    last = seq_len - query_len + tl.minimum(first + BLOCK_Q, query_len) - 1
-    chunks = chunk_of(last) + 1
-    # Of each row: its own chunks, first to last; another row of the tile may need more.
+    # Of each row: its own last position; another row of the tile may see further.
     own_last = seq_len - query_len + tl.minimum(token, query_len - 1)
-    if WINDOW > 0:
-        earliest = tl.maximum(seq_len - query_len + first - WINDOW + 1, 0)
-        chunk = chunk_of(earliest)
-    else:
-        earliest = 0
-        chunk = 0
-    table = block_table + request.to(tl.int64) * stride_table
-    chunk += tl.program_id(2)
     while chunk < chunks:
         begin = chunk_start(chunk)
         end = tl.minimum(chunk_start(chunk + 1), last + 1)
