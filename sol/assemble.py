@@ -232,10 +232,10 @@ def _build_executor(config: EngineConfig, settled: EnginePlan, *, progress: bool
         kv_cache = KVCache(allocate_kv_cache(memory, model, settled.dtype, settled.device))
         return EagerExecutor(program, ReferenceOps(), kv_cache), program.weight_bytes
     matrix_dtype = None if config.dtype == "auto" else settled.dtype
-    options: list[str] = [config.dtype] if matrix_dtype is not None else []
-    if config.quantization in REQUANTIZING:
-        options.append(config.quantization)
-    source = Source(settled.files, tuple(options))
+    # Converting to a floating-point type takes no longer than reading the larger file that would come of it.
+    source = None
+    if matrix_dtype is None:
+        source = Source(settled.files, (config.quantization,) if config.quantization in REQUANTIZING else ())
     with CpuPacker(kernels.native, kernels.isa, source, version=__version__) as packer:
         program = load(dtype=torch.float32, packer=packer, matrix_dtype=matrix_dtype)
     # From here on torch only samples: more threads of it would take the cores from the kernels' own.
