@@ -81,7 +81,8 @@ def as_quantized(x: Floats, perm: torch.Tensor | None = None) -> npt.NDArray[np.
 
 
 def linear(isa: Isa, weight: Packed | list[Packed], x: Floats, bias: Floats | None = None) -> Floats:
-    return native().linear(isa, weight if isinstance(weight, list) else [weight], x, bias)
+    segments = weight if isinstance(weight, list) else [weight]
+    return native().linear(isa, segments, x, bias)
 
 
 # ---- Packing

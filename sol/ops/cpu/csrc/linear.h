@@ -61,38 +61,33 @@ struct PackedBlock {
     }
 
     static inline Scales header(const uint8_t* p) {
-        Scales h{};
-        if constexpr (FORMAT == SOL_INT8 || FORMAT == SOL_INT4) {
-            float scales[LANES];
-            memcpy(scales, p, sizeof scales);
-            h.scale = load(scales);
-            if constexpr (FORMAT == SOL_INT4) h.zero = load_factors(p + 4 * LANES);
+        if constexpr (FORMAT == SOL_INT8) {
+            return {load((const float*)p), zero(), set1_i(0)};
+        } else if constexpr (FORMAT == SOL_INT4) {
+            return {load((const float*)p), zero(), load_factors(p + 4 * LANES)};
         } else if constexpr (FORMAT == SOL_Q6_K) {
-            h.scale = h.second = load_f16((const uint16_t*)p);
+            return {load_f16((const uint16_t*)p), zero(), set1_i(0)};
         } else if constexpr (LAYOUT.header == 4) {
-            h.scale = load_f16((const uint16_t*)p);
-            h.second = sub(zero(), load_f16((const uint16_t*)p + LANES));
+            return {load_f16((const uint16_t*)p), sub(zero(), load_f16((const uint16_t*)p + LANES)), set1_i(0)};
+        } else {
+            return {zero(), zero(), set1_i(0)};
         }
-        return h;
     }
 
+    // Element by element: GCC copies a whole Scales in halves of a register, which the next load then waits for.
     static inline Scales scales(const uint8_t* block, const Scales& header) {
         const uint8_t* p = block + CODES_NBYTES;
         if constexpr (LAYOUT.params == 0) {
-            return header;
+            return {header.scale, header.second, header.zero};
+        } else if constexpr (FORMAT == SOL_Q6_K) {
+            return {mul(header.scale, load_i8((const int8_t*)p)), mul(header.scale, load_i8((const int8_t*)p + LANES)),
+                    set1_i(0)};
+        } else if constexpr (LAYOUT.header == 4) {
+            return {mul(header.scale, load_u8(p)), mul(header.second, load_u8(p + LANES)), set1_i(0)};
+        } else if constexpr (LAYOUT.params == 4) {
+            return {load_f16((const uint16_t*)p), load_f16((const uint16_t*)p + LANES), set1_i(0)};
         } else {
-            Scales s = header;
-            if constexpr (FORMAT == SOL_Q6_K) {
-                s.scale = mul(header.scale, load_i8((const int8_t*)p));
-                s.second = mul(header.second, load_i8((const int8_t*)p + LANES));
-            } else if constexpr (LAYOUT.header == 4) {
-                s.scale = mul(header.scale, load_u8(p));
-                s.second = mul(header.second, load_u8(p + LANES));
-            } else {
-                s.scale = load_f16((const uint16_t*)p);
-                if constexpr (LAYOUT.params == 4) s.second = load_f16((const uint16_t*)p + LANES);
-            }
-            return s;
+            return {load_f16((const uint16_t*)p), zero(), set1_i(0)};
         }
     }
 };
@@ -110,31 +105,29 @@ struct UnpackedBlock {
     static constexpr int BLOCK_NBYTES = (8 + (RULE == Rule::OFFSET ? 1 : 2)) * VECTOR;
 
     static inline vb code(const uint8_t* block, int j) { return load_b(block + j * VECTOR); }
-    static inline Scales header(const uint8_t*) { return Scales{}; }
+    static inline Scales header(const uint8_t*) { return {zero(), zero(), set1_i(0)}; }
     static inline Scales scales(const uint8_t* block, const Scales&) {
-        Scales s{};
-        memcpy(&s.scale, block + 8 * VECTOR, sizeof s.scale);
+        const uint8_t* p = block + 8 * VECTOR;
         if constexpr (RULE == Rule::ZERO_POINT) {
-            memcpy(&s.zero, block + 9 * VECTOR, sizeof s.zero);
-        } else if constexpr (RULE != Rule::OFFSET) {
-            memcpy(&s.second, block + 9 * VECTOR, sizeof s.second);
+            return {load((const float*)p), zero(), load_i(p + VECTOR)};
+        } else if constexpr (RULE == Rule::OFFSET) {
+            return {load((const float*)p), zero(), set1_i(0)};
+        } else {
+            return {load((const float*)p), load((const float*)(p + VECTOR)), set1_i(0)};
         }
-        return s;
     }
     static inline void write(uint8_t* out, const uint8_t* packed, const Scales& header) {
         SOL_UNROLL for (int j = 0; j < 8; j++)
             store_b(out + j * VECTOR, Packed::code(packed, j));
         const Scales s = Packed::scales(packed, header);
-        memcpy(out + 8 * VECTOR, &s.scale, sizeof s.scale);
+        store((float*)(out + 8 * VECTOR), s.scale);
         if constexpr (RULE == Rule::ZERO_POINT) {
-            memcpy(out + 9 * VECTOR, &s.zero, sizeof s.zero);
+            store_i(out + 9 * VECTOR, s.zero);
         } else if constexpr (RULE != Rule::OFFSET) {
-            memcpy(out + 9 * VECTOR, &s.second, sizeof s.second);
+            store((float*)(out + 9 * VECTOR), s.second);
         }
     }
 };
-
-constexpr int64_t MAX_UNPACKED_NBYTES = 10 * 4 * LANES;  // of a block
 
 // One block of one row group times T tokens, added to acc. x, scales, sums: of the first token; the next tokens' lie
 // `cols`, `blocks` and `blocks` further on.

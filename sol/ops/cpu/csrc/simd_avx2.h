@@ -73,6 +73,8 @@ constexpr int FLOAT_ACCUMULATORS = 12;
 // ---- integers
 
 static inline vi set1_i(int32_t a) { return _mm256_set1_epi32(a); }
+static inline vi load_i(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+static inline void store_i(uint8_t* p, vi a) { _mm256_storeu_si256((__m256i*)p, a); }
 static inline vi add_i(vi a, vi b) { return _mm256_add_epi32(a, b); }
 static inline vi sub_i(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 static inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }

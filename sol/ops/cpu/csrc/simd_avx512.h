@@ -76,6 +76,8 @@ constexpr int FLOAT_ACCUMULATORS = 24;
 // ---- integers
 
 static inline vi set1_i(int32_t a) { return _mm512_set1_epi32(a); }
+static inline vi load_i(const uint8_t* p) { return _mm512_loadu_si512(p); }
+static inline void store_i(uint8_t* p, vi a) { _mm512_storeu_si512(p, a); }
 static inline vi add_i(vi a, vi b) { return _mm512_add_epi32(a, b); }
 static inline vi sub_i(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 static inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }

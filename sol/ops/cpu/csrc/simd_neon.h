@@ -87,6 +87,13 @@ constexpr int FLOAT_ACCUMULATORS = 12;
 // ---- integers
 
 static inline vi set1_i(int32_t a) { return {vdupq_n_s32(a), vdupq_n_s32(a)}; }
+static inline vi load_i(const uint8_t* p) {
+    return {vreinterpretq_s32_u8(vld1q_u8(p)), vreinterpretq_s32_u8(vld1q_u8(p + 16))};
+}
+static inline void store_i(uint8_t* p, vi a) {
+    vst1q_u8(p, vreinterpretq_u8_s32(a.low));
+    vst1q_u8(p + 16, vreinterpretq_u8_s32(a.high));
+}
 static inline vi add_i(vi a, vi b) { return {vaddq_s32(a.low, b.low), vaddq_s32(a.high, b.high)}; }
 static inline vi sub_i(vi a, vi b) { return {vsubq_s32(a.low, b.low), vsubq_s32(a.high, b.high)}; }
 static inline vf to_float(vi a) { return {vcvtq_f32_s32(a.low), vcvtq_f32_s32(a.high)}; }

@@ -95,6 +95,12 @@ typedef int16_t vs __attribute__((vector_size(32)));
 typedef uint16_t vus __attribute__((vector_size(32)));
 
 static inline vi set1_i(int32_t a) { return vi{a, a, a, a, a, a, a, a}; }
+static inline vi load_i(const uint8_t* p) {
+    vi a;
+    memcpy(&a, p, sizeof a);
+    return a;
+}
+static inline void store_i(uint8_t* p, const vi& a) { memcpy(p, &a, sizeof a); }
 static inline vi add_i(const vi& a, const vi& b) { return a + b; }
 static inline vi sub_i(const vi& a, const vi& b) { return a - b; }
 static inline vf to_float(const vi& a) { return __builtin_convertvector(a, vf); }
