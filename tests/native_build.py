@@ -36,10 +36,10 @@ class Variant:
 
 VARIANTS = {
     "plain": Variant(),
-    # Not optimised: instrumented code takes ten times as long to compile otherwise, and hides less of what it does.
+    # Not optimised: kernels take ten times as long to compile otherwise, and hide less of what they do.
     "address": Variant(sanitize="address,undefined", flags=("-O0",)),
     "thread": Variant(sanitize="thread", flags=("-O0",)),
-    "aarch64": Variant(cross="aarch64-linux-gnu-g++", flags=("-O1",)),
+    "aarch64": Variant(cross="aarch64-linux-gnu-g++", flags=("-O0",)),
 }
 
 
