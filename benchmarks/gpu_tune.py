@@ -138,7 +138,7 @@ def _in_company(
 
 
 def shape_columns(shape: Shape, name: str) -> int:
-    return next(columns for other, _, columns, _, _ in shape.matrices() if other == name)
+    return next(columns for other, _, columns in shape.matrices() if other == name)
 
 
 def _round(
