@@ -93,7 +93,10 @@ def build_driver(driver: str, variant: str = "plain", *, jobs: int = 1, verbose:
         objects |= builder.compile_sources(cxx, ROOT / "build" / "native", leave_out=others, jobs=jobs, verbose=verbose)
     output = driver_objects / driver
     sources = [DRIVERS / f"{driver}.cpp", *sorted(DRIVERS.glob("*.h"))]
-    newest = max(path.stat().st_mtime for path in [*sources, *objects.values(), Path(builder.__file__), Path(__file__)])
+    newest = max(
+        path.stat().st_mtime
+        for path in [*sources, *objects.values(), ROOT / "scripts" / "build_native.py", Path(__file__)]
+    )
     if not output.exists() or output.stat().st_mtime < newest:
         command = [*cxx, "-std=c++17", "-O1", "-Wall", "-Wextra", "-ffp-contract=off", "-pthread", *extra]
         command += [f"-I{builder.SOURCES}", str(sources[0]), *map(str, objects.values())]
