@@ -4,7 +4,7 @@ The file lies beside the model (`NAME.LAYOUT.solpack`), or under Sol's cache dir
 is a cache: one that is missing, of another model, another layout or another version is made again, one that is damaged
 too, with a warning, and where none can be written the weights are simply packed in memory.
 
-A file is written beside its place and renamed when it is complete, so that two servers may do it at once:
+A file is read where it is mapped, or copied to huge pages if it is small. One is written beside its place and renamed when it is complete, so that two servers may do it at once:
 
     64 bytes        magic, version, where the table is, the file's size
     data            each matrix on a page of its own
@@ -56,6 +56,9 @@ _HEADER: Final = struct.Struct("<8sIIQQQ")  # magic, version, unused, table's of
 _HEADER_NBYTES: Final = 64
 _PAGE: Final = 4096
 _MAX_TABLE: Final = 1 << 28
+_COPIED_NBYTES: Final = 1 << 30
+"""Files up to this size are copied to huge pages once they are mapped, which decodes some 10% faster; larger ones are
+read where they are mapped, and servers share them."""
 _ABANDONED_SECONDS: Final = 3600
 """A temporary file that nobody wrote to for so long belongs to nobody."""
 
@@ -166,7 +169,7 @@ class CpuPacker:
     def _open(self, places: Sequence[Path], identity: Mapping[str, Any], nbytes: int) -> None:
         for path in places:
             try:
-                ready = _read(path, identity, self._native, self._isa)
+                ready = _read(path, identity, self._native, self._isa, self._arena)
             except (_DamagedError, OSError) as problem:
                 logger.warning("%s cannot be used (%s): it is made again", path, problem)
                 continue
@@ -263,8 +266,10 @@ class _Writer:
             self._temporary.unlink()
 
 
-def _read(path: Path, identity: Mapping[str, Any], native: Native, isa: Isa) -> dict[str, tuple[Packed, ...]] | None:
-    """The matrices of a file by key, memory-mapped; None if there is no file or it is another model's.
+def _read(
+    path: Path, identity: Mapping[str, Any], native: Native, isa: Isa, arena: Arena
+) -> dict[str, tuple[Packed, ...]] | None:
+    """The matrices of a file by key; None if there is no file or it is another model's.
 
     Raises `_DamagedError` and OSError.
     """
@@ -295,6 +300,11 @@ def _read(path: Path, identity: Mapping[str, Any], native: Native, isa: Isa) -> 
         mapped = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     mapped.madvise(mmap.MADV_WILLNEED)
     data = np.frombuffer(mapped, dtype=np.uint8)[:offset]
+    if offset <= _COPIED_NBYTES and arena.huge_pages:
+        copy = arena.take(offset)
+        copy[:] = data
+        copy.flags.writeable = False
+        data = copy
     found: dict[str, tuple[Packed, ...]] = {}
     for entry in table["matrices"]:
         key, packed = _matrix(entry, data, native, isa)

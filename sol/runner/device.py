@@ -56,8 +56,9 @@ def usable_cores() -> int:
 
 
 def num_threads() -> int:
-    """Of torch on a CPU: what OMP_NUM_THREADS says where it is set, else one for each usable core."""
-    return torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else usable_cores()
+    """On a CPU: what OMP_NUM_THREADS says where it is set, else one for each usable core."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list is of nested regions: the first counts
+    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else usable_cores()
 
 
 def device_name(device: torch.device) -> str:

@@ -94,7 +94,11 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_bytes(data)
 
 
-def test_the_second_start_maps_what_the_first_one_packed(model: Path) -> None:
+@pytest.mark.parametrize("copied", [0, 1 << 30])
+def test_the_second_start_maps_what_the_first_one_packed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, copied: int
+) -> None:
+    monkeypatch.setattr(packed_cache, "_COPIED_NBYTES", copied)
     first, written = start(model)
     assert written == packed_file(model)
     assert stat.S_IMODE(written.stat().st_mode) == 0o644

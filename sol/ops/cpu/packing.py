@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from sol.ops.weights import Dense, GGUFBlocks, Int4Group, Int8Channel, Packed, S
 
 _DENSE: Final = {torch.float32: Format.F32, torch.float16: Format.F16, torch.bfloat16: Format.BF16}
 _CHUNK: Final = 64 << 20
+_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def format_of(stored: Stored) -> tuple[Format, int] | None:
@@ -39,10 +41,19 @@ class Arena:
         self._piece: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._used = 0
 
+    @property
+    def huge_pages(self) -> bool:
+        """Whether the kernel grants them to those who ask."""
+        try:
+            return "[never]" not in _HUGE_PAGES.read_text(encoding="ascii")
+        except OSError:
+            return False
+
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """[nbytes], 64-byte aligned, zero."""
         if self._used + nbytes > len(self._piece):
-            piece = mmap.mmap(-1, max(_CHUNK, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE))
+            size = max(_CHUNK, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+            piece = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared gets no huge pages
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with contextlib.suppress(OSError):  # a kernel without them
                     piece.madvise(mmap.MADV_HUGEPAGE)
