@@ -11,6 +11,7 @@ import torch
 from sol.ops import Dense, Linear, Norm, Program, Rope
 from sol.ops.gpu import linear
 from sol.ops.gpu.batch import DeviceBatch
+from sol.ops.gpu.launch import Counters
 from sol.ops.gpu.tuning import LinearConfig
 from sol.ops.program import AttentionInput, MlpInput, Op, PagedAttention, ProjectResidual
 
@@ -132,7 +133,7 @@ class Projection:
         dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
         self.x = torch.randn(tokens, self.columns, device=device, dtype=dtype)
         self._out = torch.zeros(tokens, self.rows, device=device, dtype=torch.float32 if name == "head" else dtype)
-        self._workspace = linear.SplitWorkspace(device)
+        self._counters = Counters(device)
         cache = torch.empty(2, tokens, BLOCK_SIZE, shape.kv_heads, shape.size, device=device, dtype=dtype)
         places = torch.arange(tokens, device=device)
         angles = torch.ones(tokens, shape.size // 2, device=device)
@@ -145,15 +146,17 @@ class Projection:
             "values": cache[1],
         }
 
-    def __call__(self, weight: torch.Tensor, config: LinearConfig | None = None) -> None:
-        x, out, workspace = self.x, self._out, self._workspace
+    def __call__(
+        self, weight: torch.Tensor, config: LinearConfig | None = None, next_weight: torch.Tensor | None = None
+    ) -> None:
+        x, out, context = self.x, self._out, linear.Context(self._counters, next_weight)
         if self._name == "qkv":
             heads = (self._shape.heads, self._shape.kv_heads, self._shape.size)
             q = out.view(-1)[: x.shape[0] * heads[0] * heads[2]].view(x.shape[0], heads[0], heads[2])
-            linear.linear_rope(x, weight, q, workspace, heads=heads, rope=self._rope, config=config)
+            linear.linear_rope(x, weight, q, context, heads=heads, rope=self._rope, config=config)
         elif self._name == "gate_up":
-            linear.linear_silu_mul(x, weight, out[:, : self.rows // 2], workspace, config=config)
+            linear.linear_silu_mul(x, weight, out[:, : self.rows // 2], context, config=config)
         elif self._name == "head":
-            linear.linear(x, weight, out, workspace, config=config)
+            linear.linear(x, weight, out, context, config=config)
         else:
-            linear.linear_residual(x, weight, out, workspace, config=config)
+            linear.linear_residual(x, weight, out, context, config=config)

@@ -15,7 +15,9 @@ from gpu_model import DecodeBatch, Projection, Shape, make_program
 from triton.runtime.errors import OutOfResources
 
 from sol.ops import KVCache, run
+from sol.ops.gpu import launch
 from sol.ops.gpu.attention import AttentionConfig, AttentionInputs, attend
+from sol.ops.gpu.launch import Counters
 from sol.ops.gpu.ops import GpuOps
 from sol.ops.gpu.tuning import LinearConfig, linear_config, table
 
@@ -45,7 +47,7 @@ def candidates(projection: Projection, tokens: int, trials: int) -> list[LinearC
                             and block_rows * block_k >= 512 * warps
                             and (split_k == 1 or projection.columns // split_k >= 8 * block_k)
                         ):
-                            found.append(LinearConfig(tokens, block_rows, block_k, split_k, warps, stages, 4))
+                            found.append(LinearConfig(tokens, block_rows, block_k, split_k, warps, stages))
     random.Random(0).shuffle(found)
     return found[:trials]
 
@@ -59,7 +61,7 @@ def _compile(task: tuple[Shape, str, int, list[LinearConfig]]) -> None:
         weight = torch.zeros(projection.rows, projection.columns, device=device, dtype=torch.bfloat16)
         for config in configs:
             with contextlib.suppress(OutOfResources):
-                projection(weight, config)
+                projection(weight, config, weight)
 
 
 def tune(
@@ -78,15 +80,9 @@ def tune(
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         best = _round(timed, shape, device, jobs, pool)
         for tokens in classes:
-            ranked = {name: [c for _, c in best[name, tokens][:6]] for name, *_ in shape.matrices()}
+            ranked = {name: [c for _, c in best[name, tokens][:12]] for name, *_ in shape.matrices()}
             variants = {
-                name: [
-                    dataclasses.replace(config, prefetch=prefetch, early=early)
-                    for config in configs
-                    for prefetch in (0, 2, 8)
-                    for early in (False, True)
-                    if prefetch * config.block_k <= shape_columns(shape, name) // config.split_k
-                ]
+                name: [dataclasses.replace(config, early=early) for config in configs for early in (False, True)]
                 for name, configs in ranked.items()
             }
             if device.type == "cuda":
@@ -133,12 +129,15 @@ def _in_company(
             if times[fastest] < 0.998 * measure(name, chosen[name]):
                 chosen[name] = fastest
             best = measure(name, chosen[name])
+    for share in (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, launch.AHEAD_SHARE):
+        usual, launch.AHEAD_SHARE = launch.AHEAD_SHARE, share
+        launch.ahead_bytes.cache_clear()
+        ms = timed(lambda: run(program, ops, batch.batch, cache), repeats=7)
+        add("ahead", tokens=tokens, share=share, ms=ms)
+        launch.AHEAD_SHARE = usual
+    launch.ahead_bytes.cache_clear()
     add("tuned_layers", layers=shape.layers, tokens=tokens, ms=best, as_tuned_alone_ms=first)
     return chosen
-
-
-def shape_columns(shape: Shape, name: str) -> int:
-    return next(columns for other, _, columns in shape.matrices() if other == name)
 
 
 def _round(
@@ -158,11 +157,12 @@ def _round(
         count = max(2, min(16, int(6e8 // (projection.rows * projection.columns * 2))))
         size = (projection.rows, projection.columns)
         weights = [torch.randn(size, device=device).to(projection.x.dtype) for _ in range(count)]
+        pairs = list(zip(weights, [*weights[1:], weights[0]], strict=True))
         times = []
         for config in configs:
             try:
                 ms = timed(
-                    lambda: [projection(weight, config) for weight in weights],  # noqa: B023
+                    lambda: [projection(weight, config, following) for weight, following in pairs],  # noqa: B023
                     launches=count,
                     repeats=5,
                 )
@@ -181,15 +181,15 @@ def tune_attention(
     few = [
         AttentionConfig(few_block_n=n, few_warps=warps, few_stages=stages)
         for n in (32, 64, 128)
-        for warps in (2, 4, 8)
-        for stages in (2, 3, 4, 6)
-        if n >= 16 * warps
+        for warps in (1, 2, 4, 8)
+        for stages in (3, 5, 7, 9)  # of which half are buffers: a key's place is itself read from the block table
+        if 8 * warps <= n <= 64 * warps
     ]
     many = [
         AttentionConfig(many_block_m=m, many_block_n=n, many_warps=warps, many_stages=stages)
         for m, warps in ((64, 4), (128, 4), (128, 8))
         for n in (32, 64, 128)
-        for stages in (2, 3, 4)
+        for stages in (3, 5)
     ]
     if device.type == "cuda":
         with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -204,14 +204,17 @@ def tune_attention(
         (1, 2048, 2048),
         (1, 8000, 2048),
     ]
+    counters = Counters(device)
     for requests, context, query_len in cases:
         batch = DecodeBatch(shape, requests, context, query_len, device)
         q = torch.randn(requests * query_len, shape.heads, shape.size, device=device).to(batch.cache.dtype)
         inputs = AttentionInputs(
-            batch.batch, shape.heads, shape.kv_heads, shape.size, 1 if query_len == 1 else 0, query_len > 1
+            batch.batch, shape.heads, shape.kv_heads, shape.size, 1 if query_len == 1 else 0, query_len > 1, counters
         )
         times = []
-        configs = many if query_len > 1 else [dataclasses.replace(c, few_programs=n) for c in few for n in (1, 2, 4, 8)]
+        configs = (
+            many if query_len > 1 else [dataclasses.replace(c, few_programs=n) for c in few for n in (1, 2, 4, 8, 16)]
+        )
         for config in configs:
             try:
                 ms = timed(
@@ -239,7 +242,9 @@ def _compile_attention(task: tuple[Shape, tuple[AttentionConfig, ...]]) -> None:
             batch = DecodeBatch(shape, 1, 300, query_len, device)
             q = torch.randn(query_len, shape.heads, shape.size, device=device).to(batch.cache.dtype)
             few = 1 if query_len == 1 else 0
-            inputs = AttentionInputs(batch.batch, shape.heads, shape.kv_heads, shape.size, few, query_len > 1)
+            inputs = AttentionInputs(
+                batch.batch, shape.heads, shape.kv_heads, shape.size, few, query_len > 1, Counters(device)
+            )
             for config in configs:
                 with contextlib.suppress(OutOfResources):
                     attend(q, *batch.cache[0], inputs, scale=0.1, config=config)

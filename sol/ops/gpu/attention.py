@@ -1,9 +1,10 @@
 """Paged attention in Triton: one pass over a request's keys and values for all query heads that share them.
 
-`attend_few` is for requests with few query tokens (decoding, verification): query tokens and the query heads of one
-key/value head stand together in the rows of a tile, and a long context is cut into chunks (`sol.ops.gpu.chunks`) that
-several programs work on; a second kernel adds up the chunks' results. `attend_many` is for the others (prefill, chunks
-of it): larger tiles, one program for all of a tile's context (FlashAttention-2, arXiv:2307.08691).
+`_attend_few_kernel` is for requests with few query tokens (decoding, verification): query tokens and the query heads of
+one key/value head stand together in the rows of a tile, and a long context is cut into chunks (`sol.ops.gpu.chunks`)
+that several programs work on; the one that ends last adds up the chunks' results. `_attend_many_kernel` is for the
+others (prefill, chunks of it): larger tiles, one program for all of a tile's context (FlashAttention-2,
+arXiv:2307.08691).
 
 Which of the two computes a request depends on its own number of query tokens alone. Both take a whole batch and leave
 out the requests that are the other's.
@@ -19,11 +20,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sol.ops.gpu.batch import DeviceBatch
-from sol.ops.gpu.chunks import FIRST_SIZE, PER_LEVEL, chunk_of, chunk_start, num_chunks
-from sol.ops.gpu.launch import DOT_PRECISION, num_processors, pdl_options, prefetch_l2
+from sol.ops.gpu.chunks import FIRST_SIZE, chunk_of, chunk_of_each, chunk_start, num_chunks
+from sol.ops.gpu.launch import DOT_PRECISION, Counters, num_processors, pdl_options, prefetch_l2
 
 FEW = 16
-"""The most query tokens of a request that `attend_few` takes"""
+"""The most query tokens of a request that `_attend_few_kernel` takes"""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -50,6 +51,7 @@ def _attend_block(
     SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One step of online softmax: keys n0 to n0 + BLOCK_N, of which those from `end` on are not there.
@@ -61,7 +63,8 @@ def _attend_block(
         page = tl.load(table + n // PAGE, mask=n < end, other=0)
     else:
         page = tl.load(table + n // PAGE)
-    row = (page.to(tl.int64) * PAGE + n % PAGE) * (KV_HEADS * SIZE) + kv_head * SIZE
+    # 32 bits where they are enough: addresses take most of the registers.
+    row = (page.to(tl.int64 if WIDE else tl.int32) * PAGE + n % PAGE) * (KV_HEADS * SIZE) + kv_head * SIZE
     cells = row[:, None] + d[None, :]
     if MASKED and BLOCK_D == SIZE:
         k = tl.load(keys + cells, mask=(n < end)[:, None], other=0.0)
@@ -71,19 +74,20 @@ def _attend_block(
         k = tl.load(keys + cells)
     else:
         k = tl.load(keys + cells, mask=(d < SIZE)[None, :], other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION) * scale
+    scores = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
+    factor = scale * LOG2E
     if SOFTCAP:
         # tanh(y) = 1 - 2 / (e^2y + 1), right at both ends.
-        scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
-    scores *= LOG2E
+        scores = softcap * LOG2E * (1.0 - 2.0 / (tl.exp(scores * (2.0 * scale / softcap)) + 1.0))
+        factor = 1.0
     if MASKED:
         seen = (n < end)[None, :] & (n[None, :] <= position[:, None])
         if WINDOW > 0:
             seen &= n[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
-    new_m = tl.maximum(m, tl.max(scores, 1))
+    new_m = tl.maximum(m, tl.max(scores, 1) * factor)
     base = tl.where(new_m == float("-inf"), 0.0, new_m)
-    p = tl.exp2(scores - base[:, None])
+    p = tl.exp2(scores * factor - base[:, None])
     decay = tl.exp2(m - base)
     total = total * decay + tl.sum(p, 1)
     acc *= decay[:, None]
@@ -107,6 +111,7 @@ def _attend_few_kernel(
     out,
     partial,
     partial_lse,
+    counters,
     block_table,
     query_start_loc,
     seq_lens,
@@ -126,6 +131,7 @@ def _attend_few_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Programs: (request · tile of query tokens, key/value head, share of the chunks)."""
@@ -138,9 +144,10 @@ def _attend_few_kernel(
     seq_len = tl.load(seq_lens + request)
     last = seq_len - query_len + tl.minimum(first + BLOCK_Q, query_len) - 1
     chunks = chunk_of(last) + 1
-    chunk = tl.program_id(2)
+    first_chunk = 0
     if WINDOW > 0:
-        chunk += chunk_of(tl.maximum(seq_len - query_len + first - WINDOW + 1, 0))
+        first_chunk = chunk_of(tl.maximum(seq_len - query_len + first - WINDOW + 1, 0))
+    chunk = first_chunk + tl.program_id(2)
     table = block_table + request.to(tl.int64) * stride_table
     mine = (query_len <= few_tokens) & (first < query_len)
     if PDL:
@@ -155,7 +162,7 @@ def _attend_few_kernel(
             prefetch_l2(keys + cells[:, None] + lines[None, :])
             prefetch_l2(values + cells[:, None] + lines[None, :])
         gdc_wait()
-    if mine == 0:
+    if (mine == 0) | (chunk >= chunks):
         return
     i = tl.arange(0, BLOCK_M)
     token = first + i // GROUP
@@ -168,6 +175,7 @@ def _attend_few_kernel(
     queries = tl.load(q + row[:, None] * SIZE + d[None, :], mask=mask, other=0.0)
     # Of each row: its own last position; another row of the tile may see further.
     own_last = seq_len - query_len + tl.minimum(token, query_len - 1)
+    cell = ((request * (tiles * BLOCK_Q) + token).to(tl.int64) * HEADS + head) * max_chunks
     while chunk < chunks:
         begin = chunk_start(chunk)
         end = tl.minimum(chunk_start(chunk + 1), last + 1)
@@ -177,80 +185,53 @@ def _attend_few_kernel(
         for n0 in range(begin, end, BLOCK_N):
             m, total, acc = _attend_block(
                 queries, m, total, acc, keys, values, table, n0, end, position, scale, softcap, kv_head, d,
-                KV_HEADS, SIZE, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, True,
+                KV_HEADS, SIZE, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, WIDE, True,
             )  # fmt: skip
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        # A row with one chunk is done; a row with several leaves them to `_combine_kernel`.
+        # A row with one chunk is done; a row with several leaves their results to the last program.
         own_first_start = tl.maximum(own_last - WINDOW + 1, 0) if WINDOW > 0 else own_last * 0
         alone = (own_first_start >= begin) & (own_last < chunk_start(chunk + 1))
         tl.store(out + row[:, None] * SIZE + d[None, :], result.to(out.dtype.element_ty), mask=mask & alone[:, None])
         several = valid & (alone == 0)
-        cell = (request * (tiles * BLOCK_Q) + token).to(tl.int64) * HEADS + head
-        cell = cell * max_chunks + chunk
-        tl.store(partial + cell[:, None] * SIZE + d[None, :], result, mask=mask & several[:, None])
+        tl.store(partial + (cell + chunk)[:, None] * SIZE + d[None, :], result, mask=mask & several[:, None])
         lse = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
-        tl.store(partial_lse + cell, lse, mask=several)
+        tl.store(partial_lse + cell + chunk, lse, mask=several)
         chunk += tl.num_programs(2)
-
-
-@triton.jit(do_not_specialize=["max_chunks", "few_tokens", "slots"])
-def _combine_kernel(
-    partial,
-    partial_lse,
-    out,
-    query_start_loc,
-    seq_lens,
-    max_chunks,
-    few_tokens,
-    slots,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Programs: (request · query token, head). Adds up a row's chunks, 16 at a time, in their order."""
-    request = tl.program_id(0) // few_tokens
-    token = tl.program_id(0) % few_tokens
-    head = tl.program_id(1)
-    start = tl.load(query_start_loc + request)
-    query_len = tl.load(query_start_loc + request + 1) - start
-    position = tl.load(seq_lens + request) - query_len + token
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    if (query_len > few_tokens) | (token >= query_len):
+    if chunks - first_chunk == 1:
         return
-    last = chunk_of(position)
-    chunk = 0
+    # The program of a tile and head that ends last adds up the chunks, in their order.
+    counter = counters + tl.program_id(0) * KV_HEADS + kv_head
+    tl.debug_barrier()
+    sharing = tl.minimum(tl.num_programs(2), chunks - first_chunk)
+    if tl.atomic_add(counter, 1, sem="acq_rel") != sharing - 1:
+        return
+    tl.store(counter, 0)
+    own_first = own_last * 0
     if WINDOW > 0:
-        chunk = chunk_of(tl.maximum(position - WINDOW + 1, 0))
-    if chunk == last:
-        return
-    d = tl.arange(0, BLOCK_D)
-    c = tl.arange(0, PER_LEVEL)
-    first = (request * slots + token).to(tl.int64) * HEADS + head
-    first *= max_chunks
-    m = float("-inf")
-    total = 0.0
-    acc = tl.zeros((BLOCK_D,), tl.float32)
-    while chunk <= last:
-        here = chunk + c <= last
-        lse = tl.load(partial_lse + first + chunk + c, mask=here, other=float("-inf"))
+        own_first = chunk_of_each(tl.maximum(own_last - WINDOW + 1, 0))
+    own_chunks = chunk_of_each(own_last) + 1
+    several = valid & (own_chunks - own_first > 1)
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for chunk in range(first_chunk, chunks):
+        here = several & (chunk >= own_first) & (chunk < own_chunks)
+        lse = tl.load(partial_lse + cell + chunk, mask=here, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
-            partial + (first + chunk + c)[:, None] * SIZE + d[None, :],
-            mask=here[:, None] & (d < SIZE)[None, :],
+            partial + (cell + chunk)[:, None] * SIZE + d[None, :],
+            mask=mask & here[:, None],
             other=0.0,
+            cache_modifier=".cg",
         )
-        new_m = tl.maximum(m, tl.max(lse, 0))
-        weight = tl.exp2(lse - new_m)
-        decay = tl.exp2(m - new_m)
-        total = total * decay + tl.sum(weight, 0)
-        acc = acc * decay + tl.sum(part * weight[:, None], 0)
+        new_m = tl.maximum(m, lse)
+        base = tl.where(new_m == float("-inf"), 0.0, new_m)
+        weight = tl.exp2(lse - base)
+        decay = tl.exp2(m - base)
+        total = total * decay + weight
+        acc = acc * decay[:, None] + part * weight[:, None]
         m = new_m
-        chunk += PER_LEVEL
-    row = (start + token).to(tl.int64) * HEADS + head
-    tl.store(out + row * SIZE + d, (acc / total).to(out.dtype.element_ty), mask=d < SIZE)
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(out + row[:, None] * SIZE + d[None, :], result.to(out.dtype.element_ty), mask=mask & several[:, None])
 
 
 @triton.jit(do_not_specialize=["num_requests", "few_tokens"])
@@ -277,6 +258,7 @@ def _attend_many_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Programs: (tile of query tokens, key/value head). Request r's begin at query_start_loc[r] // BLOCK_Q + r."""
@@ -326,12 +308,12 @@ def _attend_many_kernel(
     for n0 in range(begin, whole, BLOCK_N):
         m, total, acc = _attend_block(
             queries, m, total, acc, keys, values, table, n0, end, position, scale, softcap, kv_head, d,
-            KV_HEADS, SIZE, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, False,
+            KV_HEADS, SIZE, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, WIDE, False,
         )  # fmt: skip
     for n0 in range(whole, end, BLOCK_N):
         m, total, acc = _attend_block(
             queries, m, total, acc, keys, values, table, n0, end, position, scale, softcap, kv_head, d,
-            KV_HEADS, SIZE, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, True,
+            KV_HEADS, SIZE, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, WIDE, True,
         )  # fmt: skip
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(out + row[:, None] * SIZE + d[None, :], result.to(out.dtype.element_ty), mask=mask)
@@ -339,17 +321,17 @@ def _attend_many_kernel(
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Block sizes; `few_block_n` and `few_block_m` decide the order of additions."""
+    """Block sizes; `few_block_n` decides the order of additions."""
 
-    few_block_n: int = 64
+    few_block_n: int = 128
     few_warps: int = 4
     few_stages: int = 3
     few_programs: int = 4
     """Programs a multiprocessor that chunks are spread over"""
     many_block_m: int = 128
-    many_block_n: int = 128
-    many_warps: int = 8
-    many_stages: int = 2
+    many_block_n: int = 64
+    many_warps: int = 4
+    many_stages: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,9 +343,10 @@ class AttentionInputs:
     num_kv_heads: int
     head_dim: int
     few_tokens: int
-    """Requests with at most as many query tokens go to `attend_few`; 0: none of the batch's"""
+    """Requests with at most as many query tokens go to `_attend_few_kernel`; 0: none of the batch's"""
     many: bool
     """Some may have more"""
+    counters: Counters
 
 
 def attend(
@@ -383,6 +366,7 @@ def attend(
     out = torch.empty(q.shape[0], heads * size, dtype=q.dtype, device=q.device)
     group = heads // kv_heads
     block_d = max(16, triton.next_power_of_2(size))
+    wide = max(1, block_d * q.element_size() // 256)  # tiles of larger heads or numbers have fewer keys
     common = {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -391,6 +375,7 @@ def attend(
         "WINDOW": window or 0,
         "SOFTCAP": softcap is not None,
         "BLOCK_D": block_d,
+        "WIDE": keys.numel() >= 1 << 31,
     } | pdl_options(q.device)
     requests = batch.num_requests
     if inputs.few_tokens:
@@ -406,20 +391,15 @@ def attend(
         shares = config.few_programs * num_processors(q.device) // (requests * tiles * kv_heads)
         shares = max(1, min(chunks, shares))
         _attend_few_kernel[(requests * tiles, kv_heads, shares)](
-            q, keys, values, out, partial, lse, batch.block_table, batch.query_start_loc, batch.seq_lens,
-            batch.block_table.stride(0), scale, softcap or 0.0, chunks, few, tiles, BLOCK_Q=block_q, BLOCK_M=block_m,
-            BLOCK_N=config.few_block_n, num_warps=config.few_warps, num_stages=config.few_stages, **common,
+            q, keys, values, out, partial, lse, inputs.counters.of(requests * tiles * kv_heads),
+            batch.block_table, batch.query_start_loc, batch.seq_lens, batch.block_table.stride(0),
+            scale, softcap or 0.0, chunks, few, tiles, BLOCK_Q=block_q, BLOCK_M=block_m,
+            BLOCK_N=max(16, config.few_block_n // wide), num_warps=config.few_warps, num_stages=config.few_stages, **common,
         )  # fmt: skip
-        if chunks > 1:
-            _combine_kernel[(requests * few, heads)](
-                partial, lse, out, batch.query_start_loc, batch.seq_lens, chunks, few, slots,
-                HEADS=heads, SIZE=size, WINDOW=window or 0, BLOCK_D=block_d,
-                num_warps=4, **pdl_options(q.device),
-            )  # fmt: skip
     if inputs.many:
-        block_m = max(config.many_block_m if block_d <= 128 else 64, triton.next_power_of_2(group))
+        block_m = max(16, config.many_block_m // wide, triton.next_power_of_2(group))
         block_q = block_m // group
-        block_n = config.many_block_n if block_d <= 128 else 64
+        block_n = max(16, config.many_block_n // wide)
         _attend_many_kernel[(triton.cdiv(q.shape[0], block_q) + requests, kv_heads)](
             q, keys, values, out, batch.block_table, batch.query_start_loc, batch.seq_lens, requests,
             batch.block_table.stride(0), scale, softcap or 0.0, inputs.few_tokens, BLOCK_Q=block_q,

@@ -26,6 +26,20 @@ def chunk_of(position):
 
 
 @triton.jit
+def chunk_of_each(positions):
+    """The chunks that positions lie in."""
+    chunk = positions * 0 - 1
+    start = 0
+    index = 0
+    last = tl.max(positions, 0)
+    while start <= last:
+        chunk += (positions >= start).to(tl.int32)
+        index += 1
+        start = chunk_start(index)
+    return chunk
+
+
+@triton.jit
 def chunk_start(chunk):
     """A chunk's first position; its end is the next one's start."""
     level = chunk // PER_LEVEL

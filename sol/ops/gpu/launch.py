@@ -18,6 +18,9 @@ import triton.language as tl
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Kernels run under Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 at import)."""
 
+AHEAD_SHARE = 0.25
+"""Of the L2 cache"""
+
 DOT_PRECISION = tl.constexpr("ieee")
 """Of float32 products; 16-bit ones have one precision only."""
 
@@ -38,6 +41,14 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+@functools.cache
+def ahead_bytes(device: torch.device) -> int:
+    """How much of the next weights to ask for: what the L2 cache takes in without losing it again."""
+    if not has_pdl(device):
+        return 0
+    return int(torch.cuda.get_device_properties(device).L2_cache_size * AHEAD_SHARE)
+
+
 @triton.jit
 def prefetch_l2(pointers):
     """Asks for the cache line at each pointer; nothing waits for it."""
@@ -49,3 +60,29 @@ def prefetch_l2(pointers):
         is_pure=False,
         pack=1,
     )
+
+
+class Counters:
+    """Of programs that have ended, where the last one has more to do; zero between launches. For one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._all = [torch.zeros(1 << 15, dtype=torch.int32, device=device)]
+
+    def of(self, count: int) -> torch.Tensor:
+        """[at least `count`] int32. Earlier ones stay: a graph may have been captured with them."""
+        if count > self._all[-1].shape[0]:
+            self._all.append(torch.zeros(count, dtype=torch.int32, device=self._all[-1].device))
+        return self._all[-1]
+
+
+@triton.jit
+def prefetch_columns(matrix, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Asks for the first `COLUMNS` columns of a matrix; each of a launch's programs (two axes) for its share."""
+    LINE: tl.constexpr = 128 // (matrix.dtype.element_ty.primitive_bitwidth // 8)
+    EACH: tl.constexpr = (COLUMNS + LINE - 1) // LINE
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    share = (ROWS * EACH + programs - 1) // programs
+    begin = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * share
+    for first in range(begin, tl.minimum(begin + share, ROWS * EACH), BLOCK):
+        line = tl.minimum(first + tl.arange(0, BLOCK), ROWS * EACH - 1)
+        prefetch_l2(matrix + (line // EACH).to(tl.int64) * stride + (line % EACH) * LINE)

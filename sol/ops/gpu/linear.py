@@ -5,12 +5,13 @@ The weights are the tall side of a matrix product whose other side is the tokens
 does not depend on the other tokens, and the order of its additions is fixed by the configuration alone: with one
 configuration for 1 to 16 tokens, a token's result has the same bits in a step of 1 and of 16.
 
-A program asks for its first weights, into the L2 cache, before it waits for the kernel that makes x: the memory stays
-busy while one kernel ends and the next begins.
+A program that has read its weights asks for a share of the next projection's, into the L2 cache: the memory stays busy
+while one kernel ends, what lies between the two projections runs, and the next begins.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sol.ops.gpu.launch import DOT_PRECISION, pdl_options, prefetch_l2
+from sol.ops.gpu.launch import DOT_PRECISION, Counters, ahead_bytes, pdl_options, prefetch_columns
 from sol.ops.gpu.tuning import LinearConfig, linear_config
 
 STORE = tl.constexpr(0)
@@ -45,10 +46,12 @@ def _linear_kernel(
     sin,
     keys,
     values,
+    next_w,
     num_tokens,
     stride_x,
     stride_w,
     stride_out,
+    stride_next,
     EPILOGUE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -60,7 +63,8 @@ def _linear_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    NEXT_ROWS: tl.constexpr,
+    NEXT_COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -88,10 +92,6 @@ def _linear_kernel(
     k = part * (STEPS * BLOCK_K) + tl.arange(0, BLOCK_K)
     w_rows = w + rows.to(tl.int64)[:, None] * stride_w
     if PDL:
-        if PREFETCH > 0:
-            LINE: tl.constexpr = 128 // (w.dtype.element_ty.primitive_bitwidth // 8)
-            lines = part * (STEPS * BLOCK_K) + tl.arange(0, PREFETCH * BLOCK_K // LINE) * LINE
-            prefetch_l2(w_rows + tl.minimum(lines, COLUMNS - 1)[None, :])
         if EARLY:
             gdc_launch_dependents()
         gdc_wait()
@@ -115,6 +115,8 @@ def _linear_kernel(
         x_tile = tl.load(x_columns + k[:, None], mask=x_mask, other=0.0)
         accumulator = tl.dot(w_tile, x_tile, accumulator, input_precision=DOT_PRECISION)
         k += BLOCK_K
+    if PDL and NEXT_COLUMNS > 0:
+        prefetch_columns(next_w, stride_next, NEXT_ROWS, NEXT_COLUMNS, 128)
     if SPLIT_K > 1:
         # The program of a block's rows that ends last adds up all parts, in their order.
         cells = j[:, None] * BLOCK_T + t[None, :]
@@ -196,11 +198,13 @@ def write_rotated(
     tl.store(to_v + HALF, high, mask=mask & is_v)
 
 
-class SplitWorkspace:
-    """Of split-K: partial sums, and counters that are zero between launches. One a device and stream of launches."""
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Of a launch: what it needs besides its operands."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.counters = torch.zeros(16384, dtype=torch.int32, device=device)
+    counters: Counters
+    next_weight: torch.Tensor | None = None
+    """Which weights are read next"""
 
 
 def _launch(
@@ -209,7 +213,7 @@ def _launch(
     out: torch.Tensor,
     epilogue: tl.constexpr,
     config: LinearConfig | None,
-    workspace: SplitWorkspace,
+    context: Context,
     *,
     bias: torch.Tensor | None,
     stride_out: int,
@@ -220,10 +224,14 @@ def _launch(
     tokens = x.shape[0]
     config = config or linear_config(rows, columns, tokens)
     tiles = triton.cdiv(rows, config.block_rows)
+    following, next_columns = context.next_weight, 0
+    if following is not None:
+        wanted = ahead_bytes(x.device) // (following.shape[0] * following.element_size())
+        next_columns = min(wanted // 64 * 64, following.shape[1])
+        following = following if next_columns else None
     partials = counters = None
     if config.split_k > 1:
-        assert tiles <= workspace.counters.shape[0]
-        counters = workspace.counters
+        counters = context.counters.of(tiles)
         size = tiles * config.split_k * config.block_rows * config.block_tokens
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
     tensors = dict.fromkeys(("positions", "slots", "cos", "sin", "keys", "values")) if rope is None else rope
@@ -235,10 +243,12 @@ def _launch(
         partials,
         counters,
         **tensors,
+        next_w=following,
         num_tokens=tokens,
         stride_x=x.stride(0),
         stride_w=weight.stride(0),
         stride_out=stride_out,
+        stride_next=0 if following is None else following.stride(0),
         EPILOGUE=epilogue,
         ROWS=rows,
         COLUMNS=columns,
@@ -250,7 +260,8 @@ def _launch(
         BLOCK_R=config.block_rows,
         BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
-        PREFETCH=config.prefetch,
+        NEXT_ROWS=0 if following is None else following.shape[0],
+        NEXT_COLUMNS=next_columns,
         EARLY=config.early,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -262,46 +273,46 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    workspace: SplitWorkspace,
+    context: Context,
     *,
     bias: torch.Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> None:
     """out = x · weightᵀ + bias. x [T, in], T ≤ 64; weight [rows, in], rows contiguous; out [T, rows]."""
-    _launch(x, weight, out, STORE, config, workspace, bias=bias, stride_out=out.stride(0))
+    _launch(x, weight, out, STORE, config, context, bias=bias, stride_out=out.stride(0))
 
 
 def linear_residual(
     x: torch.Tensor,
     weight: torch.Tensor,
     residual: torch.Tensor,
-    workspace: SplitWorkspace,
+    context: Context,
     *,
     bias: torch.Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> None:
     """residual += x · weightᵀ + bias, in place; residual [T, rows]."""
-    _launch(x, weight, residual, RESIDUAL, config, workspace, bias=bias, stride_out=residual.stride(0))
+    _launch(x, weight, residual, RESIDUAL, config, context, bias=bias, stride_out=residual.stride(0))
 
 
 def linear_silu_mul(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    workspace: SplitWorkspace,
+    context: Context,
     *,
     bias: torch.Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> None:
     """out = SiLU(gate) · up, where [gate; up] are the rows of x · weightᵀ + bias; out [T, rows / 2]."""
-    _launch(x, weight, out, GATE, config, workspace, bias=bias, stride_out=out.stride(0))
+    _launch(x, weight, out, GATE, config, context, bias=bias, stride_out=out.stride(0))
 
 
 def linear_rope(
     x: torch.Tensor,
     weight: torch.Tensor,
     q: torch.Tensor,
-    workspace: SplitWorkspace,
+    context: Context,
     *,
     heads: tuple[int, int, int],
     rope: dict[str, Any],
@@ -313,4 +324,4 @@ def linear_rope(
     heads: query heads, key/value heads, head size. rope: tensors `positions`, `slots` [T] int64, `cos`, `sin`
     [positions, E / 2] float32, `keys`, `values` [blocks, block size, kv heads, E].
     """
-    _launch(x, weight, q, ROPE, config, workspace, bias=bias, stride_out=0, rope=rope, heads=heads)
+    _launch(x, weight, q, ROPE, config, context, bias=bias, stride_out=0, rope=rope, heads=heads)

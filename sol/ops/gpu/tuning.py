@@ -20,8 +20,6 @@ class LinearConfig:
     split_k: int
     num_warps: int
     num_stages: int
-    prefetch: int
-    """Of how many blocks of columns a program asks for the weights before the kernel ahead of it has ended"""
     early: bool = True
     """The next kernel may start before the one ahead has ended (else: only after)"""
 
@@ -44,7 +42,7 @@ def _rule(rows: int, columns: int, tokens: int) -> LinearConfig:
     block_k = 256
     while block_k > 32 and (columns % block_k or block_k * tokens > 4096):
         block_k //= 2
-    return LinearConfig(tokens, block_rows, block_k, 1, 4, 4, prefetch=2)
+    return LinearConfig(tokens, block_rows, block_k, 1, 4, 4)
 
 
 @functools.cache

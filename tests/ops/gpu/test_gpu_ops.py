@@ -15,7 +15,8 @@ from gpu_batches import Shape, make_batch, make_program, normal
 from sol.ops import Dense, KVCache, Linear, Norm, RaggedBatch, Rope, run
 from sol.ops.gpu.attention import AttentionConfig, AttentionInputs, attend
 from sol.ops.gpu.chunks import num_chunks
-from sol.ops.gpu.linear import SplitWorkspace, linear, linear_residual
+from sol.ops.gpu.launch import Counters
+from sol.ops.gpu.linear import Context, linear, linear_residual
 from sol.ops.gpu.ops import GpuOps, _on_device
 from sol.ops.gpu.tuning import LinearConfig
 from sol.ops.program import AttentionInput, MlpInput, PagedAttention
@@ -23,9 +24,7 @@ from sol.ops.reference import ReferenceOps
 
 CPU = torch.device("cpu")
 REFERENCE = ReferenceOps()
-SMALL = LinearConfig(
-    block_tokens=16, block_rows=16, block_k=32, split_k=1, num_warps=4, num_stages=2, prefetch=0, early=True
-)
+SMALL = LinearConfig(block_tokens=16, block_rows=16, block_k=32, split_k=1, num_warps=4, num_stages=2, early=True)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
@@ -42,7 +41,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None
 def test_linear(dtype: torch.dtype, tokens: int, rows: int, columns: int) -> None:
     x, weight, bias = normal(tokens, columns).to(dtype), normal(rows, columns, seed=1).to(dtype), normal(rows).to(dtype)
     out = torch.full((tokens, rows), float("nan"), dtype=torch.float32)
-    linear(x, weight, out, SplitWorkspace(CPU), bias=bias)
+    linear(x, weight, out, Context(Counters(CPU)), bias=bias)
     close(out, functional.linear(x.float(), weight.float(), bias.float()), dtype)
 
 
@@ -51,13 +50,13 @@ def test_linear(dtype: torch.dtype, tokens: int, rows: int, columns: int) -> Non
 def test_residual_with_split_columns(split_k: int, biased: bool) -> None:
     x, weight, residual = normal(3, 160), normal(40, 160, seed=1), normal(3, 40, seed=2)
     bias = normal(40, seed=3) if biased else None
-    workspace = SplitWorkspace(CPU)
+    counters = Counters(CPU)
     config = replace(SMALL, split_k=split_k)
     for _ in range(2):  # the counters are zero again
         out = residual.clone()
-        linear_residual(x, weight, out, workspace, bias=bias, config=config)
+        linear_residual(x, weight, out, Context(counters), bias=bias, config=config)
         close(out, REFERENCE.project_residual(x, Linear((Dense(weight),), bias), residual))
-    assert not workspace.counters.any()
+    assert not counters.of(1).any()
 
 
 @pytest.mark.parametrize("split_k", [1, 2])
@@ -65,10 +64,10 @@ def test_a_token_has_the_same_bits_with_other_tokens_or_none(split_k: int) -> No
     x, weight, residual = normal(16, 128), normal(32, 128, seed=1), normal(16, 32, seed=2)
     config = replace(SMALL, split_k=split_k)
     together = residual.clone()
-    linear_residual(x, weight, together, SplitWorkspace(CPU), config=config)
+    linear_residual(x, weight, together, Context(Counters(CPU)), config=config)
     for token in (0, 7, 15):
         alone = residual[token : token + 1].clone()
-        linear_residual(x[token : token + 1], weight, alone, SplitWorkspace(CPU), config=config)
+        linear_residual(x[token : token + 1], weight, alone, Context(Counters(CPU)), config=config)
         assert torch.equal(alone[0], together[token])
 
 
@@ -124,8 +123,12 @@ def test_a_verified_token_is_a_decoded_one(length: int) -> None:
     keys, values = cache.layer(0)
 
     def attention(q: torch.Tensor, batch: RaggedBatch, few: int, programs: int) -> torch.Tensor:
-        inputs = AttentionInputs(_on_device(batch), shape.heads, shape.kv_heads, shape.size, few, many=False)
-        return attend(q, keys, values, inputs, scale=0.25, config=AttentionConfig(few_programs=programs))
+        heads = (shape.heads, shape.kv_heads, shape.size)
+        counters = Counters(CPU)
+        inputs = AttentionInputs(_on_device(batch), *heads, few_tokens=few, many=False, counters=counters)
+        out = attend(q, keys, values, inputs, scale=0.25, config=AttentionConfig(few_programs=programs))
+        assert not counters.of(1).any()
+        return out
 
     verified = attention(q, batch, 6, 4)
     for back in range(6):
