@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from sol.config import DEFAULT_MODEL, EngineConfig, Quantization
 from sol.engine.types import FinishReason
@@ -61,6 +61,8 @@ class PromptOutput:
     num_cached_tokens: int = 0
     """Prompt tokens whose KV cache was found rather than computed."""
 
+_UNBOUNDED: Final = 2**31 - 1
+
 
 class LLM:
     """A model, loaded and ready.
@@ -68,6 +70,8 @@ class LLM:
     Options are `sol.config.EngineConfig`'s, under vLLM's names. `quantization` is None (as the checkpoint is), "int8"
     or "int4" (quantise a full-precision checkpoint as it is loaded), or what the checkpoint has to be quantised with.
     `speculation` has one value so far, "off"; any other is a `ConfigError`.
+    One default differs from the server's: nobody watches a stream here, so `max_num_prefill_tokens` bounds nothing
+    unless it is given, and prompts take as much of a step as there is.
     """
 
     def __init__(
@@ -84,6 +88,8 @@ class LLM:
         if unknown:
             known = ", ".join(f for f in EngineConfig.__dataclass_fields__)
             raise ConfigError(f"LLM has no option {unknown[0]}; it knows {known}", param=unknown[0])
+        if options.get("max_num_prefill_tokens") is None:
+            options["max_num_prefill_tokens"] = _UNBOUNDED
         self._engine = LocalEngine(EngineConfig(model=model, quantization=quantization, **options))
         self._num_requests = 0
 
