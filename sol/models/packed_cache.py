@@ -4,7 +4,8 @@ The file lies beside the model (`NAME.LAYOUT.solpack`), or under Sol's cache dir
 is a cache: one that is missing, of another model, another layout or another version is made again, one that is damaged
 too, with a warning, and where none can be written the weights are simply packed in memory.
 
-A file is read where it is mapped, or copied to huge pages if it is small. One is written beside its place and renamed when it is complete, so that two servers may do it at once:
+A file is read where it is mapped, or copied to huge pages if it is small. One is written beside its place and renamed
+when it is complete, so that two servers may do it at once:
 
     64 bytes        magic, version, where the table is, the file's size
     data            each matrix on a page of its own

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
 from sol.engine.types import TokenLogprobs
@@ -25,9 +26,7 @@ class SampledToken:
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """logits [S, V] float32, one row a request → one token each. `logits` is not changed."""
-    best, best_ids = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
-    finite = best.isfinite().tolist()
-    token_ids: list[int] = best_ids.tolist()
+    token_ids, finite = _likeliest(logits)
     for index, row in enumerate(rows):
         if finite[index] and (row.changes_logits or not row.params.greedy):
             token_ids[index] = _sample_row(logits[index], row)
@@ -41,16 +40,26 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     ]
 
 
+def _likeliest(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """Each row's greatest logit, the first of equals, and whether it is finite: a NaN anywhere is a row's greatest."""
+    if logits.device.type == "cpu":  # numpy's is vectorised: a tenth of the time
+        values = logits.numpy()
+        ids = values.argmax(axis=-1)
+        return ids.tolist(), np.isfinite(values[np.arange(len(ids)), ids]).tolist()
+    best, best_ids = logits.max(dim=-1)
+    return best_ids.tolist(), best.isfinite().tolist()
+
+
 def _sample_row(logits: torch.Tensor, row: SamplingRow) -> int:
     if row.changes_logits:
         logits = adjust(logits, row)
     if row.params.greedy:
-        return int(logits.argmax())
+        return _likeliest(logits.unsqueeze(0))[0][0]
     ids, scores = candidates(logits, row.params)
     key = stream_key(row.seed, row.choice_index, len(row.output_token_ids))
     if ids is None:
         ids = torch.arange(scores.shape[0], device=scores.device)
-    return int(ids[(scores + gumbel(key, ids)).argmax()])
+    return int(ids[_likeliest((scores + gumbel(key, ids)).unsqueeze(0))[0][0]])
 
 
 def _logprobs(
