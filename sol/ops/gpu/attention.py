@@ -394,7 +394,8 @@ def attend(
             q, keys, values, out, partial, lse, inputs.counters.of(requests * tiles * kv_heads),
             batch.block_table, batch.query_start_loc, batch.seq_lens, batch.block_table.stride(0),
             scale, softcap or 0.0, chunks, few, tiles, BLOCK_Q=block_q, BLOCK_M=block_m,
-            BLOCK_N=max(16, config.few_block_n // wide), num_warps=config.few_warps, num_stages=config.few_stages, **common,
+            BLOCK_N=max(16, config.few_block_n // wide),
+            num_warps=config.few_warps, num_stages=config.few_stages, **common,
         )  # fmt: skip
     if inputs.many:
         block_m = max(16, config.many_block_m // wide, triton.next_power_of_2(group))

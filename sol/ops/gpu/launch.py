@@ -76,13 +76,13 @@ class Counters:
 
 
 @triton.jit
-def prefetch_columns(matrix, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Asks for the first `COLUMNS` columns of a matrix; each of a launch's programs (two axes) for its share."""
+def prefetch_columns(matrix, stride, rows, columns, BLOCK: tl.constexpr):
+    """Asks for the first `columns` columns of a matrix; each of a launch's programs (two axes) for its share."""
     LINE: tl.constexpr = 128 // (matrix.dtype.element_ty.primitive_bitwidth // 8)
-    EACH: tl.constexpr = (COLUMNS + LINE - 1) // LINE
+    each = (columns + LINE - 1) // LINE
     programs = tl.num_programs(0) * tl.num_programs(1)
-    share = (ROWS * EACH + programs - 1) // programs
+    share = (rows * each + programs - 1) // programs
     begin = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * share
-    for first in range(begin, tl.minimum(begin + share, ROWS * EACH), BLOCK):
-        line = tl.minimum(first + tl.arange(0, BLOCK), ROWS * EACH - 1)
-        prefetch_l2(matrix + (line // EACH).to(tl.int64) * stride + (line % EACH) * LINE)
+    for first in range(begin, tl.minimum(begin + share, rows * each), BLOCK):
+        line = tl.minimum(first + tl.arange(0, BLOCK), rows * each - 1)
+        prefetch_l2(matrix + (line // each).to(tl.int64) * stride + (line % each) * LINE)

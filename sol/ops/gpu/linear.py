@@ -31,8 +31,8 @@ MAX_TOKENS = 64
 """More are a matter of arithmetic, and of cuBLAS."""
 
 
-# Not specialised by num_tokens: one compiled kernel for all token counts of a class.
-@triton.jit(do_not_specialize=["num_tokens"])
+# Not specialised: one compiled kernel for all token counts of a class, whatever comes next.
+@triton.jit(do_not_specialize=["num_tokens", "next_rows", "next_columns"])
 def _linear_kernel(
     x,
     w,
@@ -52,6 +52,8 @@ def _linear_kernel(
     stride_w,
     stride_out,
     stride_next,
+    next_rows,
+    next_columns,
     EPILOGUE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -63,8 +65,6 @@ def _linear_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    NEXT_ROWS: tl.constexpr,
-    NEXT_COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -115,8 +115,8 @@ def _linear_kernel(
         x_tile = tl.load(x_columns + k[:, None], mask=x_mask, other=0.0)
         accumulator = tl.dot(w_tile, x_tile, accumulator, input_precision=DOT_PRECISION)
         k += BLOCK_K
-    if PDL and NEXT_COLUMNS > 0:
-        prefetch_columns(next_w, stride_next, NEXT_ROWS, NEXT_COLUMNS, 128)
+    if PDL and next_w is not None:
+        prefetch_columns(next_w, stride_next, next_rows, next_columns, 128)
     if SPLIT_K > 1:
         # The program of a block's rows that ends last adds up all parts, in their order.
         cells = j[:, None] * BLOCK_T + t[None, :]
@@ -249,6 +249,8 @@ def _launch(
         stride_w=weight.stride(0),
         stride_out=stride_out,
         stride_next=0 if following is None else following.stride(0),
+        next_rows=0 if following is None else following.shape[0],
+        next_columns=next_columns,
         EPILOGUE=epilogue,
         ROWS=rows,
         COLUMNS=columns,
@@ -260,8 +262,6 @@ def _launch(
         BLOCK_R=config.block_rows,
         BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
-        NEXT_ROWS=0 if following is None else following.shape[0],
-        NEXT_COLUMNS=next_columns,
         EARLY=config.early,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -32,6 +32,7 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 _LOWEST = tl.constexpr(-(2**31))
+_HIGHEST = tl.constexpr(2**31 - 1)
 _STEPS = tl.constexpr(33)
 _HOPE = tl.constexpr(8.0)
 """A token is hopeless if it is e^8, about 3000, times less likely than the likeliest."""
@@ -171,17 +172,20 @@ def _threshold_kernel(
         little = _ordered(most)
         complete = fits & (threshold >= _ordered(least))
         source, length, divisor = _choose(complete, few, num_few, start, vocabulary, temperature)
-        wanted = top_p * _mass(source, length, divisor, most, too_much, BLOCK)
+        mass, _, _ = _mass(source, length, divisor, most, too_much, BLOCK)
+        wanted = top_p * mass
         if fits & (threshold < _ordered(least)):
-            suffices = _mass(few, num_few, 1.0, most, too_much, BLOCK) >= wanted
-            source, length, divisor = _choose(suffices, few, num_few, start, vocabulary, temperature)
+            mass, _, _ = _mass(few, num_few, 1.0, most, too_much, BLOCK)
+            source, length, divisor = _choose(mass >= wanted, few, num_few, start, vocabulary, temperature)
         for _ in range(_STEPS):
             if little - too_much > 1:
                 middle = too_much + (little - too_much) // 2
-                if _mass(source, length, divisor, most, middle, BLOCK) < wanted:
-                    little = middle
+                mass, below, above = _mass(source, length, divisor, most, middle, BLOCK)
+                # Keys between two tokens are all the same to the mass: go to the next token at once.
+                if mass < wanted:
+                    little = tl.maximum(below, too_much + 1)
                 else:
-                    too_much = middle
+                    too_much = tl.minimum(above, little) - 1
         threshold = little
     tl.store(thresholds + index, _unordered(threshold))
 
@@ -213,14 +217,23 @@ def _count(start, vocabulary, temperature, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass(start, vocabulary, temperature, most, key, BLOCK: tl.constexpr):
-    """Σ exp(x - most) over the tokens of a row that lie above `key`; a larger set never sums up to less."""
+    """Σ exp(x - most) over the tokens of a row that lie above `key`, and the keys of the tokens next to it.
+
+    A larger set never sums up to less. The tokens are the last one at `key` or below, and the first one above.
+    """
     offsets = tl.arange(0, BLOCK)
     masses = tl.zeros([BLOCK], tl.float32)
+    below = tl.full([BLOCK], _LOWEST, tl.int32)
+    above = tl.full([BLOCK], _HIGHEST, tl.int32)
     for first in range(0, vocabulary, BLOCK):
         mask = first + offsets < vocabulary
         scaled = tl.div_rn(tl.load(start + first + offsets, mask, other=0.0), temperature)
-        masses += tl.where(mask & (_ordered(scaled) > key), tl.exp(scaled - most), 0.0)
-    return tl.sum(masses)
+        keys = _ordered(scaled).to(tl.int32)
+        higher = mask & (keys > key)
+        masses += tl.where(higher, tl.exp(scaled - most), 0.0)
+        below = tl.maximum(below, tl.where(mask & (keys <= key), keys, _LOWEST))
+        above = tl.minimum(above, tl.where(higher, keys, _HIGHEST))
+    return tl.sum(masses), tl.max(below).to(tl.int64), tl.min(above).to(tl.int64)
 
 
 @triton.jit
