@@ -479,7 +479,7 @@ def main() -> int:
     idle = idle_share()
     report.row(what="machine before", idle=round(idle, 2))
     if idle < 0.9:
-        # llama.cpp's threads spin at every barrier: beside one busy process it is ten times slower, and Sol would shine.
+        # llama.cpp's threads spin at every barrier: beside one busy process it is up to ten times slower.
         say(f"WARNING: the machine is only {idle:.0%} idle: these figures are not to be relied on")
     Benchmark(report, Sizes.of(args.quick, args.rounds), threads, args.only).run()
     return report.finish(args.json)
