@@ -103,11 +103,7 @@ def kernels(results: Results, shape: Shape) -> None:
         weights = [torch.randn(rows, columns, device=DEVICE, dtype=dtype) for _ in range(count)]
         for tokens in (1, 6, 16, 32, 64):
             projection = Projection(shape, name, tokens, DEVICE)
-            following = [*weights[1:], weights[0]]
-            mine = timed(
-                lambda: [projection(w, next_weight=n) for w, n in zip(weights, following, strict=True)],  # noqa: B023
-                launches=count,
-            )
+            mine = timed(lambda: [projection(weight) for weight in weights], launches=count)  # noqa: B023
             x = projection.x
             theirs = timed(lambda: [torch.mm(x, weight.t()) for weight in weights], launches=count)  # noqa: B023
             results.add("linear", matrix=name, rows=rows, columns=columns, tokens=tokens, us=mine * 1e3,

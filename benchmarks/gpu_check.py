@@ -154,7 +154,9 @@ def _same_bits(result: Check, shape: Shape, device: torch.device) -> None:
     shape = replace(shape, layers=min(shape.layers, 2))
     program = make_program(shape, device)
     ops = GpuOps(device)
-    for context in (20, 259) if device.type == "cpu" else (131, 259, 4099):
+    for context in (20, 259, 4099):
+        if context > shape.max_len:
+            continue
         verify = DecodeBatch(shape, 1, context, 6, device)
         cache = KVCache(verify.cache)
         together = run(program, ops, verify.batch, cache)

@@ -146,17 +146,15 @@ class Projection:
             "values": cache[1],
         }
 
-    def __call__(
-        self, weight: torch.Tensor, config: LinearConfig | None = None, next_weight: torch.Tensor | None = None
-    ) -> None:
-        x, out, context = self.x, self._out, linear.Context(self._counters, next_weight)
+    def __call__(self, weight: torch.Tensor, config: LinearConfig | None = None) -> None:
+        x, out, counters = self.x, self._out, self._counters
         if self._name == "qkv":
             heads = (self._shape.heads, self._shape.kv_heads, self._shape.size)
             q = out.view(-1)[: x.shape[0] * heads[0] * heads[2]].view(x.shape[0], heads[0], heads[2])
-            linear.linear_rope(x, weight, q, context, heads=heads, rope=self._rope, config=config)
+            linear.linear_rope(x, weight, q, counters, heads=heads, rope=self._rope, config=config)
         elif self._name == "gate_up":
-            linear.linear_silu_mul(x, weight, out[:, : self.rows // 2], context, config=config)
+            linear.linear_silu_mul(x, weight, out[:, : self.rows // 2], counters, config=config)
         elif self._name == "head":
-            linear.linear(x, weight, out, context, config=config)
+            linear.linear(x, weight, out, counters, config=config)
         else:
-            linear.linear_residual(x, weight, out, context, config=config)
+            linear.linear_residual(x, weight, out, counters, config=config)

@@ -15,7 +15,6 @@ from gpu_model import DecodeBatch, Projection, Shape, make_program
 from triton.runtime.errors import OutOfResources
 
 from sol.ops import KVCache, run
-from sol.ops.gpu import launch
 from sol.ops.gpu.attention import AttentionConfig, AttentionInputs, attend
 from sol.ops.gpu.launch import Counters
 from sol.ops.gpu.ops import GpuOps
@@ -61,7 +60,7 @@ def _compile(task: tuple[Shape, str, int, list[LinearConfig]]) -> None:
         weight = torch.zeros(projection.rows, projection.columns, device=device, dtype=torch.bfloat16)
         for config in configs:
             with contextlib.suppress(OutOfResources):
-                projection(weight, config, weight)
+                projection(weight, config)
 
 
 def tune(
@@ -129,13 +128,6 @@ def _in_company(
             if times[fastest] < 0.998 * measure(name, chosen[name]):
                 chosen[name] = fastest
             best = measure(name, chosen[name])
-    for share in (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, launch.AHEAD_SHARE):
-        usual, launch.AHEAD_SHARE = launch.AHEAD_SHARE, share
-        launch.ahead_bytes.cache_clear()
-        ms = timed(lambda: run(program, ops, batch.batch, cache), repeats=7)
-        add("ahead", tokens=tokens, share=share, ms=ms)
-        launch.AHEAD_SHARE = usual
-    launch.ahead_bytes.cache_clear()
     add("tuned_layers", layers=shape.layers, tokens=tokens, ms=best, as_tuned_alone_ms=first)
     return chosen
 
@@ -157,12 +149,11 @@ def _round(
         count = max(2, min(16, int(6e8 // (projection.rows * projection.columns * 2))))
         size = (projection.rows, projection.columns)
         weights = [torch.randn(size, device=device).to(projection.x.dtype) for _ in range(count)]
-        pairs = list(zip(weights, [*weights[1:], weights[0]], strict=True))
         times = []
         for config in configs:
             try:
                 ms = timed(
-                    lambda: [projection(weight, config, following) for weight, following in pairs],  # noqa: B023
+                    lambda: [projection(weight, config) for weight in weights],  # noqa: B023
                     launches=count,
                     repeats=5,
                 )

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sol.ops.gpu.batch import DeviceBatch
 from sol.ops.gpu.chunks import FIRST_SIZE, chunk_of, chunk_of_each, chunk_start, num_chunks
-from sol.ops.gpu.launch import DOT_PRECISION, Counters, num_processors, pdl_options, prefetch_l2
+from sol.ops.gpu.launch import DOT_PRECISION, Counters, has_large_tiles, num_processors, pdl_options, prefetch_l2
 
 FEW = 16
 """The most query tokens of a request that `_attend_few_kernel` takes"""
@@ -214,7 +214,7 @@ def _attend_few_kernel(
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for chunk in range(first_chunk, chunks):
+    for chunk in tl.range(first_chunk, chunks, num_stages=4):
         here = several & (chunk >= own_first) & (chunk < own_chunks)
         lse = tl.load(partial_lse + cell + chunk, mask=here, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
@@ -326,12 +326,17 @@ class AttentionConfig:
     few_block_n: int = 128
     few_warps: int = 4
     few_stages: int = 3
-    few_programs: int = 4
+    few_programs: int = 2
     """Programs a multiprocessor that chunks are spread over"""
     many_block_m: int = 128
-    many_block_n: int = 64
-    many_warps: int = 4
-    many_stages: int = 3
+    many_block_n: int = 128
+    many_warps: int = 8
+    many_stages: int = 5
+
+
+LARGE_TILES = AttentionConfig()
+SMALL_TILES = AttentionConfig(few_block_n=64, many_block_m=64, many_block_n=64, many_warps=4, many_stages=3)
+"""At most 96 KiB of shared memory"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +366,7 @@ def attend(
     config: AttentionConfig | None = None,
 ) -> torch.Tensor:
     """q [T, H, E], keys and values [blocks, block size, kv heads, E] → [T, H · E]"""
-    config = config or AttentionConfig()
+    config = config or (LARGE_TILES if has_large_tiles(q.device) else SMALL_TILES)
     batch, heads, kv_heads, size = inputs.batch, inputs.num_heads, inputs.num_kv_heads, inputs.head_dim
     out = torch.empty(q.shape[0], heads * size, dtype=q.dtype, device=q.device)
     group = heads // kv_heads

@@ -18,9 +18,6 @@ import triton.language as tl
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Kernels run under Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 at import)."""
 
-AHEAD_SHARE = 0.25
-"""Of the L2 cache"""
-
 DOT_PRECISION = tl.constexpr("ieee")
 """Of float32 products; 16-bit ones have one precision only."""
 
@@ -42,11 +39,9 @@ def num_processors(device: torch.device) -> int:
 
 
 @functools.cache
-def ahead_bytes(device: torch.device) -> int:
-    """How much of the next weights to ask for: what the L2 cache takes in without losing it again."""
-    if not has_pdl(device):
-        return 0
-    return int(torch.cuda.get_device_properties(device).L2_cache_size * AHEAD_SHARE)
+def has_large_tiles(device: torch.device) -> bool:
+    """Whether a program may have the shared memory of a Hopper GPU's (227 KiB); others have as little as 99."""
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 227 << 10
 
 
 @triton.jit
@@ -73,16 +68,3 @@ class Counters:
         if count > self._all[-1].shape[0]:
             self._all.append(torch.zeros(count, dtype=torch.int32, device=self._all[-1].device))
         return self._all[-1]
-
-
-@triton.jit
-def prefetch_columns(matrix, stride, rows, columns, BLOCK: tl.constexpr):
-    """Asks for the first `columns` columns of a matrix; each of a launch's programs (two axes) for its share."""
-    LINE: tl.constexpr = 128 // (matrix.dtype.element_ty.primitive_bitwidth // 8)
-    each = (columns + LINE - 1) // LINE
-    programs = tl.num_programs(0) * tl.num_programs(1)
-    share = (rows * each + programs - 1) // programs
-    begin = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * share
-    for first in range(begin, tl.minimum(begin + share, rows * each), BLOCK):
-        line = tl.minimum(first + tl.arange(0, BLOCK), rows * each - 1)
-        prefetch_l2(matrix + (line // each).to(tl.int64) * stride + (line % each) * LINE)

@@ -5,13 +5,11 @@ The weights are the tall side of a matrix product whose other side is the tokens
 does not depend on the other tokens, and the order of its additions is fixed by the configuration alone: with one
 configuration for 1 to 16 tokens, a token's result has the same bits in a step of 1 and of 16.
 
-A program that has read its weights asks for a share of the next projection's, into the L2 cache: the memory stays busy
-while one kernel ends, what lies between the two projections runs, and the next begins.
+With split-K the program that ends last adds up the parts, in their order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sol.ops.gpu.launch import DOT_PRECISION, Counters, ahead_bytes, pdl_options, prefetch_columns
+from sol.ops.gpu.launch import DOT_PRECISION, Counters, has_large_tiles, pdl_options
 from sol.ops.gpu.tuning import LinearConfig, linear_config
 
 STORE = tl.constexpr(0)
@@ -31,8 +29,8 @@ MAX_TOKENS = 64
 """More are a matter of arithmetic, and of cuBLAS."""
 
 
-# Not specialised: one compiled kernel for all token counts of a class, whatever comes next.
-@triton.jit(do_not_specialize=["num_tokens", "next_rows", "next_columns"])
+# Not specialised: one compiled kernel for all token counts of a class.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _linear_kernel(
     x,
     w,
@@ -46,14 +44,10 @@ def _linear_kernel(
     sin,
     keys,
     values,
-    next_w,
     num_tokens,
     stride_x,
     stride_w,
     stride_out,
-    stride_next,
-    next_rows,
-    next_columns,
     EPILOGUE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -115,8 +109,6 @@ def _linear_kernel(
         x_tile = tl.load(x_columns + k[:, None], mask=x_mask, other=0.0)
         accumulator = tl.dot(w_tile, x_tile, accumulator, input_precision=DOT_PRECISION)
         k += BLOCK_K
-    if PDL and next_w is not None:
-        prefetch_columns(next_w, stride_next, next_rows, next_columns, 128)
     if SPLIT_K > 1:
         # The program of a block's rows that ends last adds up all parts, in their order.
         cells = j[:, None] * BLOCK_T + t[None, :]
@@ -198,22 +190,13 @@ def write_rotated(
     tl.store(to_v + HALF, high, mask=mask & is_v)
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Of a launch: what it needs besides its operands."""
-
-    counters: Counters
-    next_weight: torch.Tensor | None = None
-    """Which weights are read next"""
-
-
 def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
     epilogue: tl.constexpr,
     config: LinearConfig | None,
-    context: Context,
+    counters: Counters,
     *,
     bias: torch.Tensor | None,
     stride_out: int,
@@ -222,16 +205,11 @@ def _launch(
 ) -> None:
     rows, columns = weight.shape
     tokens = x.shape[0]
-    config = config or linear_config(rows, columns, tokens)
+    config = config or linear_config(rows, columns, tokens, x.element_size(), has_large_tiles(x.device))
     tiles = triton.cdiv(rows, config.block_rows)
-    following, next_columns = context.next_weight, 0
-    if following is not None:
-        wanted = ahead_bytes(x.device) // (following.shape[0] * following.element_size())
-        next_columns = min(wanted // 64 * 64, following.shape[1])
-        following = following if next_columns else None
-    partials = counters = None
+    partials = counting = None
     if config.split_k > 1:
-        counters = context.counters.of(tiles)
+        counting = counters.of(tiles)
         size = tiles * config.split_k * config.block_rows * config.block_tokens
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
     tensors = dict.fromkeys(("positions", "slots", "cos", "sin", "keys", "values")) if rope is None else rope
@@ -241,16 +219,12 @@ def _launch(
         out,
         bias,
         partials,
-        counters,
+        counting,
         **tensors,
-        next_w=following,
         num_tokens=tokens,
         stride_x=x.stride(0),
         stride_w=weight.stride(0),
         stride_out=stride_out,
-        stride_next=0 if following is None else following.stride(0),
-        next_rows=0 if following is None else following.shape[0],
-        next_columns=next_columns,
         EPILOGUE=epilogue,
         ROWS=rows,
         COLUMNS=columns,
@@ -273,46 +247,46 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    context: Context,
+    counters: Counters,
     *,
     bias: torch.Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> None:
     """out = x · weightᵀ + bias. x [T, in], T ≤ 64; weight [rows, in], rows contiguous; out [T, rows]."""
-    _launch(x, weight, out, STORE, config, context, bias=bias, stride_out=out.stride(0))
+    _launch(x, weight, out, STORE, config, counters, bias=bias, stride_out=out.stride(0))
 
 
 def linear_residual(
     x: torch.Tensor,
     weight: torch.Tensor,
     residual: torch.Tensor,
-    context: Context,
+    counters: Counters,
     *,
     bias: torch.Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> None:
     """residual += x · weightᵀ + bias, in place; residual [T, rows]."""
-    _launch(x, weight, residual, RESIDUAL, config, context, bias=bias, stride_out=residual.stride(0))
+    _launch(x, weight, residual, RESIDUAL, config, counters, bias=bias, stride_out=residual.stride(0))
 
 
 def linear_silu_mul(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    context: Context,
+    counters: Counters,
     *,
     bias: torch.Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> None:
     """out = SiLU(gate) · up, where [gate; up] are the rows of x · weightᵀ + bias; out [T, rows / 2]."""
-    _launch(x, weight, out, GATE, config, context, bias=bias, stride_out=out.stride(0))
+    _launch(x, weight, out, GATE, config, counters, bias=bias, stride_out=out.stride(0))
 
 
 def linear_rope(
     x: torch.Tensor,
     weight: torch.Tensor,
     q: torch.Tensor,
-    context: Context,
+    counters: Counters,
     *,
     heads: tuple[int, int, int],
     rope: dict[str, Any],
@@ -324,4 +298,4 @@ def linear_rope(
     heads: query heads, key/value heads, head size. rope: tensors `positions`, `slots` [T] int64, `cos`, `sin`
     [positions, E / 2] float32, `keys`, `values` [blocks, block size, kv heads, E].
     """
-    _launch(x, weight, q, ROPE, config, context, bias=bias, stride_out=0, rope=rope, heads=heads)
+    _launch(x, weight, q, ROPE, config, counters, bias=bias, stride_out=0, rope=rope, heads=heads)

@@ -42,16 +42,8 @@ class GpuOps:
     def __init__(self, device: torch.device, *, max_fused_tokens: int = linear.MAX_TOKENS) -> None:
         self._max_fused_tokens = min(max_fused_tokens, linear.MAX_TOKENS)
         self._counters = Counters(device)
-        self._next: dict[int, torch.Tensor] = {}
-        self._program: Program | None = None
 
     def prepare(self, program: Program, batch: RaggedBatch | DeviceBatch, kv_cache: KVCache) -> GpuPlan:
-        if program is not self._program:
-            # Weights are read in the order of the list; each projection asks for the beginning of the next.
-            linears = list(program.linears())
-            following = itertools.pairwise(linears)
-            self._next = {id(one): _matrix(other.segments[0]) for one, other in following}
-            self._program = program
         heads = (program.num_heads, program.num_kv_heads, program.head_dim)
         if isinstance(batch, RaggedBatch):
             few = max((length for length in batch.query_lens if length <= FEW), default=0)
@@ -90,7 +82,7 @@ class GpuOps:
         if tokens <= self._max_fused_tokens and len(op.qkv.segments) == 1:
             weight = _matrix(op.qkv.segments[0])
             bias = op.qkv.bias
-            linear.linear_rope(x, weight, q, self._context(op.qkv), heads=plan.heads, rope=tensors, bias=bias)
+            linear.linear_rope(x, weight, q, self._counters, heads=plan.heads, rope=tensors, bias=bias)
         else:
             elementwise.rope(self._linear(x, op.qkv), q, plan.heads, tensors)
         return q
@@ -116,7 +108,7 @@ class GpuOps:
             target = residual[:, part]
             bias = None if weight.bias is None else weight.bias[part]
             if tokens <= self._max_fused_tokens:
-                linear.linear_residual(x, matrix, target, self._context(weight), bias=bias)
+                linear.linear_residual(x, matrix, target, self._counters, bias=bias)
             else:
                 if bias is not None:
                     target += bias
@@ -130,7 +122,7 @@ class GpuOps:
         if tokens <= self._max_fused_tokens and len(op.gate_up.segments) == 1:
             weight = _matrix(op.gate_up.segments[0])
             h = torch.empty(tokens, weight.shape[0] // 2, dtype=x.dtype, device=x.device)
-            linear.linear_silu_mul(x, weight, h, self._context(op.gate_up), bias=op.gate_up.bias)
+            linear.linear_silu_mul(x, weight, h, self._counters, bias=op.gate_up.bias)
             return h
         return elementwise.silu_mul(self._linear(x, op.gate_up))
 
@@ -139,9 +131,6 @@ class GpuOps:
             rows = sum(_matrix(segment).shape[0] for segment in head.segments)
             return torch.empty(0, rows, dtype=torch.float32, device=residual.device)
         return self._linear(elementwise.rms_norm(residual, norm), head, dtype=torch.float32)
-
-    def _context(self, weight: Linear) -> linear.Context:
-        return linear.Context(self._counters, self._next.get(id(weight)))
 
     def _linear(self, x: torch.Tensor, weight: Linear, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """x · weightᵀ + bias, in x's type or `dtype`."""
@@ -156,7 +145,7 @@ class GpuOps:
             part = slice(end - matrix.shape[0], end)
             bias = None if weight.bias is None else weight.bias[part]
             if fused:
-                linear.linear(x, matrix, out[:, part], self._context(weight), bias=bias)
+                linear.linear(x, matrix, out[:, part], self._counters, bias=bias)
             elif bias is not None:
                 torch.addmm(bias, x, matrix.t(), out=out[:, part])
             else:

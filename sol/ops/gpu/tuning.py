@@ -30,19 +30,24 @@ def token_class(tokens: int) -> int:
 
 
 @functools.cache
-def linear_config(rows: int, columns: int, tokens: int) -> LinearConfig:
-    """For weights [rows, columns]."""
+def linear_config(rows: int, columns: int, tokens: int, item_bytes: int, large_tiles: bool) -> LinearConfig:
+    """For weights [rows, columns] of `item_bytes` each; measured ones need `large_tiles` (227 KiB of shared memory)."""
     tokens = token_class(tokens)
-    return table().get((rows, columns, tokens)) or _rule(rows, columns, tokens)
+    measured = table().get((rows, columns, tokens)) if large_tiles and item_bytes == 2 else None
+    return measured or _rule(rows, columns, tokens, item_bytes)
 
 
-def _rule(rows: int, columns: int, tokens: int) -> LinearConfig:
-    """Enough programs for every processor, and enough bytes in flight in each: for shapes nobody has measured."""
-    block_rows = 64 if rows >= 64 * 512 else 32 if rows >= 32 * 256 else 16
-    block_k = 256
-    while block_k > 32 and (columns % block_k or block_k * tokens > 4096):
+def _rule(rows: int, columns: int, tokens: int, item_bytes: int) -> LinearConfig:
+    """For shapes nobody has measured: work for every processor, and at most 96 KiB of shared memory."""
+    block_rows = 64 if rows >= 64 else 16
+    block_k = 128
+    while block_k > 32 and (columns % block_k or 4 * (block_rows + tokens) * block_k * item_bytes > 96 << 10):
         block_k //= 2
-    return LinearConfig(tokens, block_rows, block_k, 1, 4, 4)
+    tiles = -(-rows // block_rows)
+    split_k = 1
+    while tiles * split_k < 128 and split_k < 8 and columns >= 8 * split_k * block_k:
+        split_k *= 2
+    return LinearConfig(tokens, block_rows, block_k, split_k, 4, 4)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from sol.ops import Dense, KVCache, Linear, Norm, RaggedBatch, Rope, run
 from sol.ops.gpu.attention import AttentionConfig, AttentionInputs, attend
 from sol.ops.gpu.chunks import num_chunks
 from sol.ops.gpu.launch import Counters
-from sol.ops.gpu.linear import Context, linear, linear_residual
+from sol.ops.gpu.linear import linear, linear_residual
 from sol.ops.gpu.ops import GpuOps, _on_device
 from sol.ops.gpu.tuning import LinearConfig
 from sol.ops.program import AttentionInput, MlpInput, PagedAttention
@@ -41,7 +41,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None
 def test_linear(dtype: torch.dtype, tokens: int, rows: int, columns: int) -> None:
     x, weight, bias = normal(tokens, columns).to(dtype), normal(rows, columns, seed=1).to(dtype), normal(rows).to(dtype)
     out = torch.full((tokens, rows), float("nan"), dtype=torch.float32)
-    linear(x, weight, out, Context(Counters(CPU)), bias=bias)
+    linear(x, weight, out, Counters(CPU), bias=bias)
     close(out, functional.linear(x.float(), weight.float(), bias.float()), dtype)
 
 
@@ -54,7 +54,7 @@ def test_residual_with_split_columns(split_k: int, biased: bool) -> None:
     config = replace(SMALL, split_k=split_k)
     for _ in range(2):  # the counters are zero again
         out = residual.clone()
-        linear_residual(x, weight, out, Context(counters), bias=bias, config=config)
+        linear_residual(x, weight, out, counters, bias=bias, config=config)
         close(out, REFERENCE.project_residual(x, Linear((Dense(weight),), bias), residual))
     assert not counters.of(1).any()
 
@@ -64,10 +64,10 @@ def test_a_token_has_the_same_bits_with_other_tokens_or_none(split_k: int) -> No
     x, weight, residual = normal(16, 128), normal(32, 128, seed=1), normal(16, 32, seed=2)
     config = replace(SMALL, split_k=split_k)
     together = residual.clone()
-    linear_residual(x, weight, together, Context(Counters(CPU)), config=config)
+    linear_residual(x, weight, together, Counters(CPU), config=config)
     for token in (0, 7, 15):
         alone = residual[token : token + 1].clone()
-        linear_residual(x[token : token + 1], weight, alone, Context(Counters(CPU)), config=config)
+        linear_residual(x[token : token + 1], weight, alone, Counters(CPU), config=config)
         assert torch.equal(alone[0], together[token])
 
 
