@@ -83,7 +83,8 @@ def check(add: Callable[..., None], shape: Shape, device: torch.device, part: st
         for size, heads, kv_heads in sizes:
             _attention(result, replace(shape, layers=1, size=size, heads=heads, kv_heads=kv_heads), device, on_cpu)
     else:
-        _same_bits(result, shape, device)
+        for begin_norms in (False, True):
+            _same_bits(result, shape, device, begin_norms)
     return result.failed
 
 
@@ -149,11 +150,12 @@ def _attention(result: Check, shape: Shape, device: torch.device, small: bool) -
             result.close(f"attention[{name}, {where}]", found, expected)
 
 
-def _same_bits(result: Check, shape: Shape, device: torch.device) -> None:
+def _same_bits(result: Check, shape: Shape, device: torch.device, begin_norms: bool) -> None:
     """Steps of 1 to 16 tokens are one numerics class: whatever else is in a step, a token's logits are the same."""
     shape = replace(shape, layers=min(shape.layers, 2))
     program = make_program(shape, device)
-    ops = GpuOps(device)
+    ops = GpuOps(device, begin_norms=begin_norms)
+    how = ", norms begun" if begin_norms else ""
     for context in (20, 259, 4099):
         if context > shape.max_len:
             continue
@@ -176,8 +178,8 @@ def _same_bits(result: Check, shape: Shape, device: torch.device) -> None:
                 max_seq_len=length,
             )
             alone.append(run(program, ops, single, cache))
-        result.same(f"verify = decode[{context}]", torch.cat(alone), together)
-        result.same(f"verified cache = decoded cache[{context}]", cache.data, written)
+        result.same(f"verify = decode[{context}{how}]", torch.cat(alone), together)
+        result.same(f"verified cache = decoded cache[{context}{how}]", cache.data, written)
     for count in (2, 16):
         many = DecodeBatch(shape, count, 300, 1, device)
         cache = KVCache(many.cache)
@@ -191,5 +193,5 @@ def _same_bits(result: Check, shape: Shape, device: torch.device) -> None:
             query_start_loc=many.batch.query_start_loc[:2],
             seq_lens=many.batch.seq_lens[:1],
         )
-        result.same(f"one of {count} = alone", run(program, ops, first, cache), together[:1])
-        result.same(f"the same twice[{count}]", run(program, ops, many.batch, cache), together)
+        result.same(f"one of {count} = alone{how}", run(program, ops, first, cache), together[:1])
+        result.same(f"the same twice[{count}{how}]", run(program, ops, many.batch, cache), together)

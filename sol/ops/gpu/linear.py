@@ -10,6 +10,7 @@ With split-K the program that ends last adds up the parts, in their order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sol.ops.gpu.launch import DOT_PRECISION, Counters, has_large_tiles, pdl_options
 from sol.ops.gpu.tuning import LinearConfig, linear_config
+from sol.ops.weights import Norm
 
 STORE = tl.constexpr(0)
 RESIDUAL = tl.constexpr(1)
@@ -44,6 +46,10 @@ def _linear_kernel(
     sin,
     keys,
     values,
+    gamma,
+    scaled,
+    squares,
+    eps,
     num_tokens,
     stride_x,
     stride_w,
@@ -55,6 +61,7 @@ def _linear_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SQUARES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -121,6 +128,14 @@ def _linear_kernel(
         for s in range(SPLIT_K):
             accumulator += tl.load(block + s * (BLOCK_R * BLOCK_T) + cells, cache_modifier=".cg")
         tl.store(counters + tile, 0)
+    if SQUARES > 0:
+        # x has been multiplied by the norm's weight, and not yet divided by its root mean square.
+        total = tl.zeros((BLOCK_T,), tl.float32)
+        for first in range(0, SQUARES, 64):
+            part_of = first + tl.arange(0, 64)
+            cells = part_of[:, None] * BLOCK_T + t[None, :]
+            total += tl.sum(tl.load(squares + cells, mask=(part_of < SQUARES)[:, None], other=0.0), 0)
+        accumulator *= tl.rsqrt(total / COLUMNS + eps)[None, :]
     if HAS_BIAS:
         accumulator += tl.load(bias + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
     if PAIRED:
@@ -139,7 +154,15 @@ def _linear_kernel(
         cells = out + t.to(tl.int64)[None, :] * stride_out + rows[:, None]
         if EPILOGUE == RESIDUAL:
             accumulator += tl.load(cells, mask=mask, other=0.0).to(tl.float32)
-        tl.store(cells, accumulator.to(out.dtype.element_ty), mask=mask)
+        value = accumulator.to(out.dtype.element_ty)
+        tl.store(cells, value, mask=mask)
+        if gamma is not None:
+            # The beginning of the norm that comes next: x times its weight, and this tile's part of Σx².
+            wide = tl.where(mask, value.to(tl.float32), 0.0)
+            weight = tl.load(gamma + rows, mask=in_rows, other=0.0).to(tl.float32)
+            to = scaled + t.to(tl.int64)[None, :] * ROWS + rows[:, None]
+            tl.store(to, (wide * weight[:, None]).to(out.dtype.element_ty), mask=mask)
+            tl.store(squares + tile * BLOCK_T + t, tl.sum(wide * wide, 0))
 
 
 @triton.jit
@@ -190,6 +213,17 @@ def write_rotated(
     tl.store(to_v + HALF, high, mask=mask & is_v)
 
 
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A residual on the way through RMSNorm (arXiv:1910.07467): 1/rms commutes with the projection that follows."""
+
+    x: torch.Tensor
+    """[T, D]: residual · norm weight, rounded once, where the reference rounds residual/rms too"""
+    squares: torch.Tensor
+    """[tiles, token class] float32: parts of each token's Σ residual²"""
+    norm: Norm
+
+
 def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -202,10 +236,13 @@ def _launch(
     stride_out: int,
     rope: dict[str, Any] | None = None,
     heads: tuple[int, int, int] = (1, 1, 1),
+    squares: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    scaled: torch.Tensor | None = None,
 ) -> None:
     rows, columns = weight.shape
     tokens = x.shape[0]
-    config = config or linear_config(rows, columns, tokens, x.element_size(), has_large_tiles(x.device))
+    config = config or _config(x, rows, columns)
     tiles = triton.cdiv(rows, config.block_rows)
     partials = counting = None
     if config.split_k > 1:
@@ -221,6 +258,10 @@ def _launch(
         partials,
         counting,
         **tensors,
+        gamma=None if norm is None or scaled is None else norm.weight,
+        scaled=scaled,
+        squares=squares,
+        eps=0.0 if norm is None else norm.eps,
         num_tokens=tokens,
         stride_x=x.stride(0),
         stride_w=weight.stride(0),
@@ -232,6 +273,7 @@ def _launch(
         KV_HEADS=heads[1],
         HALF=heads[2] // 2,
         HAS_BIAS=bias is not None,
+        SQUARES=squares.shape[0] if squares is not None and scaled is None else 0,
         BLOCK_T=config.block_tokens,
         BLOCK_R=config.block_rows,
         BLOCK_K=config.block_k,
@@ -263,14 +305,46 @@ def linear_residual(
     counters: Counters,
     *,
     bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
     config: LinearConfig | None = None,
-) -> None:
-    """residual += x · weightᵀ + bias, in place; residual [T, rows]."""
-    _launch(x, weight, residual, RESIDUAL, config, counters, bias=bias, stride_out=residual.stride(0))
+) -> Scaled | None:
+    """residual += x · weightᵀ + bias, in place; residual [T, rows]. With the norm that comes next: begins it."""
+    rows, columns = weight.shape
+    config = config or _config(x, rows, columns)
+    begun = None
+    if norm is not None:
+        tiles = triton.cdiv(rows, config.block_rows)
+        begun = Scaled(
+            x=torch.empty(x.shape[0], rows, dtype=residual.dtype, device=x.device),
+            squares=torch.empty(tiles, config.block_tokens, dtype=torch.float32, device=x.device),
+            norm=norm,
+        )
+    _launch(
+        x,
+        weight,
+        residual,
+        RESIDUAL,
+        config,
+        counters,
+        bias=bias,
+        stride_out=residual.stride(0),
+        norm=norm,
+        scaled=None if begun is None else begun.x,
+        squares=None if begun is None else begun.squares,
+    )
+    return begun
+
+
+def _config(x: torch.Tensor, rows: int, columns: int) -> LinearConfig:
+    return linear_config(rows, columns, x.shape[0], x.element_size(), has_large_tiles(x.device))
+
+
+def _begun(x: torch.Tensor | Scaled) -> tuple[torch.Tensor, dict[str, Any]]:
+    return (x, {}) if isinstance(x, torch.Tensor) else (x.x, {"squares": x.squares, "norm": x.norm})
 
 
 def linear_silu_mul(
-    x: torch.Tensor,
+    x: torch.Tensor | Scaled,
     weight: torch.Tensor,
     out: torch.Tensor,
     counters: Counters,
@@ -279,11 +353,12 @@ def linear_silu_mul(
     config: LinearConfig | None = None,
 ) -> None:
     """out = SiLU(gate) · up, where [gate; up] are the rows of x · weightᵀ + bias; out [T, rows / 2]."""
-    _launch(x, weight, out, GATE, config, counters, bias=bias, stride_out=out.stride(0))
+    x, norm = _begun(x)
+    _launch(x, weight, out, GATE, config, counters, bias=bias, stride_out=out.stride(0), **norm)
 
 
 def linear_rope(
-    x: torch.Tensor,
+    x: torch.Tensor | Scaled,
     weight: torch.Tensor,
     q: torch.Tensor,
     counters: Counters,
@@ -298,4 +373,5 @@ def linear_rope(
     heads: query heads, key/value heads, head size. rope: tensors `positions`, `slots` [T] int64, `cos`, `sin`
     [positions, E / 2] float32, `keys`, `values` [blocks, block size, kv heads, E].
     """
-    _launch(x, weight, q, ROPE, config, counters, bias=bias, stride_out=0, rope=rope, heads=heads)
+    x, norm = _begun(x)
+    _launch(x, weight, q, ROPE, config, counters, bias=bias, stride_out=0, rope=rope, heads=heads, **norm)

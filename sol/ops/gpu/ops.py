@@ -14,7 +14,7 @@ from sol.ops.gpu.attention import FEW, AttentionInputs, attend
 from sol.ops.gpu.batch import DeviceBatch
 from sol.ops.gpu.chunks import num_chunks
 from sol.ops.gpu.launch import Counters
-from sol.ops.program import AttentionInput, MlpInput, PagedAttention, Program
+from sol.ops.program import AttentionInput, MlpInput, PagedAttention, Program, ProjectResidual
 from sol.ops.weights import Dense, Linear, Norm, Weight
 
 PARTIALS_BYTES: Final = 512 << 20
@@ -37,13 +37,26 @@ class GpuOps:
 
     Takes a `RaggedBatch` (eager) or a `DeviceBatch` (eager or under graph capture: no op waits for the device, and
     none reads on the host what lies on it).
+
+    `begin_norms`: a projection into the residual also multiplies by the weight of the norm that follows and gathers
+    Σx², and the next projection does the rest; otherwise a norm is a kernel.
     """
 
-    def __init__(self, device: torch.device, *, max_fused_tokens: int = linear.MAX_TOKENS) -> None:
+    def __init__(
+        self, device: torch.device, *, max_fused_tokens: int = linear.MAX_TOKENS, begin_norms: bool = False
+    ) -> None:
+        self._begin_norms = begin_norms
+        self._norm_after: dict[int, Norm] = {}
+        self._program: Program | None = None
+        self._begun: tuple[torch.Tensor, linear.Scaled] | None = None
         self._max_fused_tokens = min(max_fused_tokens, linear.MAX_TOKENS)
         self._counters = Counters(device)
 
     def prepare(self, program: Program, batch: RaggedBatch | DeviceBatch, kv_cache: KVCache) -> GpuPlan:
+        if program is not self._program:
+            self._norm_after = _norms_after(program) if self._begin_norms else {}
+            self._program = program
+        self._begun = None
         heads = (program.num_heads, program.num_kv_heads, program.head_dim)
         if isinstance(batch, RaggedBatch):
             few = max((length for length in batch.query_lens if length <= FEW), default=0)
@@ -78,13 +91,14 @@ class GpuOps:
         }
         tokens = residual.shape[0]
         q = torch.empty(tokens, heads, size, dtype=residual.dtype, device=residual.device)
-        x = elementwise.rms_norm(residual, op.norm)
         if tokens <= self._max_fused_tokens and len(op.qkv.segments) == 1:
             weight = _matrix(op.qkv.segments[0])
             bias = op.qkv.bias
+            x = self._normed(residual, op.norm)
             linear.linear_rope(x, weight, q, self._counters, heads=plan.heads, rope=tensors, bias=bias)
         else:
-            elementwise.rope(self._linear(x, op.qkv), q, plan.heads, tensors)
+            qkv = self._linear(elementwise.rms_norm(residual, op.norm), op.qkv)
+            elementwise.rope(qkv, q, plan.heads, tensors)
         return q
 
     def paged_attention(self, q: torch.Tensor, op: PagedAttention, plan: GpuPlan) -> torch.Tensor:
@@ -108,7 +122,11 @@ class GpuOps:
             target = residual[:, part]
             bias = None if weight.bias is None else weight.bias[part]
             if tokens <= self._max_fused_tokens:
-                linear.linear_residual(x, matrix, target, self._counters, bias=bias)
+                # float16 has no room for x · weight before it is divided by the root mean square.
+                begin = len(weight.segments) == 1 and x.dtype != torch.float16
+                norm = self._norm_after.get(id(weight)) if begin else None
+                begun = linear.linear_residual(x, matrix, target, self._counters, bias=bias, norm=norm)
+                self._begun = None if begun is None else (residual, begun)
             else:
                 if bias is not None:
                     target += bias
@@ -117,20 +135,26 @@ class GpuOps:
         return residual
 
     def mlp_input(self, residual: torch.Tensor, op: MlpInput) -> torch.Tensor:
-        x = elementwise.rms_norm(residual, op.norm)
-        tokens = x.shape[0]
+        tokens = residual.shape[0]
         if tokens <= self._max_fused_tokens and len(op.gate_up.segments) == 1:
             weight = _matrix(op.gate_up.segments[0])
-            h = torch.empty(tokens, weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+            h = torch.empty(tokens, weight.shape[0] // 2, dtype=residual.dtype, device=residual.device)
+            x = self._normed(residual, op.norm)
             linear.linear_silu_mul(x, weight, h, self._counters, bias=op.gate_up.bias)
             return h
-        return elementwise.silu_mul(self._linear(x, op.gate_up))
+        return elementwise.silu_mul(self._linear(elementwise.rms_norm(residual, op.norm), op.gate_up))
 
     def logits(self, residual: torch.Tensor, norm: Norm, head: Linear) -> torch.Tensor:
         if residual.shape[0] == 0:
             rows = sum(_matrix(segment).shape[0] for segment in head.segments)
             return torch.empty(0, rows, dtype=torch.float32, device=residual.device)
         return self._linear(elementwise.rms_norm(residual, norm), head, dtype=torch.float32)
+
+    def _normed(self, residual: torch.Tensor, norm: Norm) -> torch.Tensor | linear.Scaled:
+        """As far as the projection that made `residual` has brought it, else normed."""
+        if self._begun is not None and self._begun[0] is residual and self._begun[1].norm is norm:
+            return self._begun[1]
+        return elementwise.rms_norm(residual, norm)
 
     def _linear(self, x: torch.Tensor, weight: Linear, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """x · weightᵀ + bias, in x's type or `dtype`."""
@@ -151,6 +175,15 @@ class GpuOps:
             else:
                 torch.mm(x, matrix.t(), out=out[:, part])
         return out if dtype is None else out.to(dtype)
+
+
+def _norms_after(program: Program) -> dict[int, Norm]:
+    """By the id of a projection into the residual: the norm that its result goes through next."""
+    norms = {}
+    for op, following in itertools.pairwise(program.body):
+        if isinstance(op, ProjectResidual) and isinstance(following, (AttentionInput, MlpInput)):
+            norms[id(op.weight)] = following.norm
+    return norms
 
 
 def _matrix(weight: Any) -> torch.Tensor:

@@ -13,13 +13,14 @@ pytest.importorskip("triton")
 from gpu_batches import Shape, make_batch, make_program, normal
 
 from sol.ops import Dense, KVCache, Linear, Norm, RaggedBatch, Rope, run
+from sol.ops.gpu import elementwise
 from sol.ops.gpu.attention import AttentionConfig, AttentionInputs, attend
 from sol.ops.gpu.chunks import num_chunks
 from sol.ops.gpu.launch import Counters
 from sol.ops.gpu.linear import linear, linear_residual
 from sol.ops.gpu.ops import GpuOps, _on_device
-from sol.ops.gpu.tuning import LinearConfig
-from sol.ops.program import AttentionInput, MlpInput, PagedAttention
+from sol.ops.gpu.tuning import LinearConfig, linear_config
+from sol.ops.program import AttentionInput, MlpInput, PagedAttention, ProjectResidual
 from sol.ops.reference import ReferenceOps
 
 CPU = torch.device("cpu")
@@ -196,6 +197,54 @@ def test_a_whole_model(batch: str, dtype: torch.dtype) -> None:
     expected = run(program, REFERENCE, ragged, twin)
     close(run(program, GpuOps(CPU), ragged, cache), expected, dtype)
     close(cache.data, twin.data)
+
+
+@pytest.mark.parametrize(("dtype", "begins"), [(torch.float32, True), (torch.float16, False)])
+def test_a_model_whose_projections_begin_the_norms(
+    dtype: torch.dtype, begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first and the last norm; float16 has no room for it."""
+    shape = SHAPES["grouped"]
+    program = make_program(shape, layers=2, dtype=dtype, biased=True)
+    ragged, cache = make_batch(shape, *BATCHES["decoding"], layers=2, dtype=dtype)
+    expected = run(program, REFERENCE, ragged, KVCache(cache.data.clone()))
+    apart = []
+    rms_norm = elementwise.rms_norm
+    monkeypatch.setattr(elementwise, "rms_norm", lambda x, norm: (apart.append(norm), rms_norm(x, norm))[1])
+    close(run(program, GpuOps(CPU, begin_norms=True), ragged, cache), expected, dtype)
+    assert len(apart) == (2 if begins else 5)
+
+
+def test_a_residual_that_was_changed_is_normed_anew() -> None:
+    shape = SHAPES["grouped"]
+    program = make_program(shape, layers=1)
+    batch, cache = make_batch(shape, [2], [2])
+    ops = GpuOps(CPU, begin_norms=True)
+    ops.prepare(program, batch, cache)
+    _, _, output, mlp, _ = program.body
+    assert isinstance(output, ProjectResidual)
+    assert isinstance(mlp, MlpInput)
+    residual = ops.project_residual(normal(2, 64), output.weight, normal(2, shape.hidden))
+    other = residual + 1.0
+    close(ops.mlp_input(other, mlp), REFERENCE.mlp_input(other, mlp))
+    close(ops.mlp_input(residual, mlp), REFERENCE.mlp_input(residual, mlp))
+
+
+@pytest.mark.parametrize("item_bytes", [2, 4])
+@pytest.mark.parametrize("tokens", [1, 32, 64])
+def test_shapes_nobody_has_measured_fit_small_gpus(tokens: int, item_bytes: int) -> None:
+    for rows, columns in ((576, 576), (49152, 576), (1536, 576), (4096, 4096), (4096, 14336), (32, 100)):
+        config = linear_config(rows, columns, tokens, item_bytes, False)
+        assert config.block_tokens >= tokens
+        held = config.num_stages * (config.block_rows + config.block_tokens) * config.block_k * item_bytes
+        assert held <= 96 << 10
+
+
+def test_measured_block_sizes_are_one_for_a_class_of_token_counts() -> None:
+    measured = [linear_config(4096, 4096, tokens, 2, True) for tokens in (1, 16, 17, 32, 33, 64)]
+    assert [config.block_tokens for config in measured] == [16, 16, 32, 32, 64, 64]
+    assert measured[0] is measured[1]
+    assert measured[0] != linear_config(4096, 4096, 1, 2, False)
 
 
 def test_a_step_without_logits() -> None:
