@@ -36,10 +36,11 @@ def status(field: str) -> int:
 def fill_context(model: str, max_model_len: int) -> LLM:
     from sol import LLM, SamplingParams
 
-    llm = LLM(model=model, max_model_len=max_model_len)
+    # The engine alone, as its process has it: text is made elsewhere.
+    llm = LLM(model=model, max_model_len=max_model_len, skip_tokenizer_init=True)
     generated = 64
     prompt = [1000 + i for i in range(max_model_len - generated)]
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=generated)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=generated, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     assert len(outputs[0].outputs[0].token_ids) == generated
     return llm  # kept while memory is looked at

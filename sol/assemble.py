@@ -42,6 +42,7 @@ from sol.runner.memory import (
     kv_bytes_per_token,
     no_room_for_kv_cache,
     plan_memory,
+    return_freed_memory,
     workspace_bytes,
 )
 from sol.runner.model_runner import ModelRunner
@@ -80,7 +81,8 @@ def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
     files = resolve(config.model, load_format=config.load_format, progress=progress)
     model = load_model_config(files)
     dtype = resolve_dtype(config.dtype, device, model.torch_dtype)
-    kernels = choose_kernels(config, device)
+    quantized = config.dtype == "auto" and (model.quantization or config.quantization) is not None
+    kernels = choose_kernels(config, device, quantized=quantized)
     if kernels is None:
         check_kv_cache_dtype(config, dtype)
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
@@ -149,6 +151,9 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
         executor, weight_bytes = _build_executor(config, settled, progress=progress)
         model_runner = ModelRunner(executor, block_size=config.block_size, num_blocks=memory.num_blocks, device=device)
         model_runner.run_worst_case(settled.max_num_seqs, settled.max_num_batched_tokens, memory.max_model_len)
+        if isinstance(executor, CpuExecutor):
+            executor.trim()
+        return_freed_memory()
         runner = model_runner
     scheduler = Scheduler(
         SchedulerConfig(

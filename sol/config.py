@@ -68,7 +68,9 @@ class EngineConfig:
         None, "size of the KV cache in bytes, instead of what gpu_memory_utilization leaves"
     )
     kv_cache_dtype: KVCacheDType = _option(
-        "auto", "of the KV cache; auto: float32 on a CPU, the weights' dtype on a GPU; int8 has a scale for each token"
+        "auto",
+        "of the KV cache; auto: on a CPU float16 for quantised models and float32 for others, on a GPU the weights' "
+        "dtype; int8 has a scale for each token",
     )
     block_size: int = _option(16, "tokens in a block of the KV cache")
     enable_prefix_caching: bool = _option(True, "share the KV cache of equal prompt beginnings between requests")

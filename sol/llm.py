@@ -61,6 +61,7 @@ class PromptOutput:
     num_cached_tokens: int = 0
     """Prompt tokens whose KV cache was found rather than computed."""
 
+
 _UNBOUNDED: Final = 2**31 - 1
 
 

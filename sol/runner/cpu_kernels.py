@@ -14,8 +14,7 @@ from sol.models.config import ModelConfig
 from sol.ops.cpu import native
 from sol.ops.cpu.native import Isa, KVDType, Native, NativeError, NativeUnavailableError
 
-KV_DTYPES: Final = {"auto": KVDType.FLOAT32, "float32": KVDType.FLOAT32, "float16": KVDType.FLOAT16,
-                    "int8": KVDType.INT8}  # fmt: skip
+KV_DTYPES: Final = {"float32": KVDType.FLOAT32, "float16": KVDType.FLOAT16, "int8": KVDType.INT8}
 ISA_NAMES: Final = {isa.name.lower(): isa for isa in Isa}
 
 
@@ -35,8 +34,8 @@ class CpuKernels:
         return -(-model.num_hidden_layers * block // block_size)
 
 
-def choose_kernels(config: EngineConfig, device: torch.device) -> CpuKernels | None:
-    """The C++ kernels that this configuration gets; None where torch computes.
+def choose_kernels(config: EngineConfig, device: torch.device, *, quantized: bool) -> CpuKernels | None:
+    """The C++ kernels that this configuration gets; None where torch computes. `quantized`: the weights in memory are.
 
     Raises `ConfigError` if some were asked for that are not to be had, or an option that torch's ops do not have.
     """
@@ -59,7 +58,9 @@ def choose_kernels(config: EngineConfig, device: torch.device) -> CpuKernels | N
             f"{', '.join(isa.name.lower() for isa in reversed(supported))}: choose one of these, or auto",
             param="cpu_kernels",
         )
-    return CpuKernels(library, isa, KV_DTYPES[config.kv_cache_dtype])
+    # float16 has far more precision than quantised weights leave, and is half as much to read.
+    automatic = KVDType.FLOAT16 if quantized else KVDType.FLOAT32
+    return CpuKernels(library, isa, KV_DTYPES.get(config.kv_cache_dtype, automatic))
 
 
 def unavailable(config: EngineConfig, device: torch.device) -> str | None:

@@ -27,34 +27,37 @@ def no_library() -> Any:
 
 def test_auto_takes_the_best_set_and_a_name_that_set() -> None:
     library = native()
-    chosen = choose_kernels(EngineConfig(), CPU)
+    chosen = choose_kernels(EngineConfig(), CPU, quantized=False)
     assert chosen is not None
     assert (chosen.isa, chosen.kv_dtype) == (library.best_isa(), KVDType.FLOAT32)
-    portable = choose_kernels(EngineConfig(cpu_kernels="portable", kv_cache_dtype="int8"), CPU)
+    chosen = choose_kernels(EngineConfig(), CPU, quantized=True)
+    assert chosen is not None
+    assert chosen.kv_dtype == KVDType.FLOAT16
+    portable = choose_kernels(EngineConfig(cpu_kernels="portable", kv_cache_dtype="int8"), CPU, quantized=False)
     assert portable is not None
     assert (portable.isa, portable.kv_dtype) == (Isa.PORTABLE, KVDType.INT8)
-    assert choose_kernels(EngineConfig(cpu_kernels="torch"), CPU) is None
-    assert choose_kernels(EngineConfig(), GPU) is None
+    assert choose_kernels(EngineConfig(cpu_kernels="torch"), CPU, quantized=False) is None
+    assert choose_kernels(EngineConfig(), GPU, quantized=False) is None
 
 
 def test_a_set_that_this_processor_lacks_is_an_error_that_names_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(native()), "isas", lambda self: [Isa.PORTABLE, Isa.AVX2])
     with pytest.raises(ConfigError, match=r"cpu_kernels is avx512, but .* have avx2, portable: choose") as caught:
-        choose_kernels(EngineConfig(cpu_kernels="avx512"), CPU)
+        choose_kernels(EngineConfig(cpu_kernels="avx512"), CPU, quantized=False)
     assert caught.value.param == "cpu_kernels"
 
 
 def test_without_a_library_torch_computes_unless_kernels_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(abi, "load", no_library)
-    assert choose_kernels(EngineConfig(), CPU) is None
+    assert choose_kernels(EngineConfig(), CPU, quantized=False) is None
     assert unavailable(EngineConfig(), CPU) == "the CPU kernels were not built: install g++"
     with pytest.raises(ConfigError, match="cpu_kernels is avx2, but the CPU kernels were not built"):
-        choose_kernels(EngineConfig(cpu_kernels="avx2"), CPU)
+        choose_kernels(EngineConfig(cpu_kernels="avx2"), CPU, quantized=False)
 
 
 def test_options_that_a_backend_does_not_have_are_refused() -> None:
     with pytest.raises(ConfigError, match="cpu_kernels is avx2, but the device is cuda") as caught:
-        choose_kernels(EngineConfig(cpu_kernels="avx2"), GPU)
+        choose_kernels(EngineConfig(cpu_kernels="avx2"), GPU, quantized=False)
     assert caught.value.param == "cpu_kernels"
     check_kv_cache_dtype(EngineConfig(kv_cache_dtype="float16"), torch.float16)
     check_kv_cache_dtype(EngineConfig(), torch.bfloat16)

@@ -129,6 +129,10 @@ class CpuExecutor:
             self._native.check(code)
         return self._logits[:wanted]
 
+    def trim(self) -> None:
+        """Give back what only large steps need, until the next one."""
+        self._logits = torch.empty((0, self._vocab_size), dtype=torch.float32)
+
     def times(self) -> dict[str, float]:
         """Seconds spent in each kind of work since the last call; "waiting" is the caller's at barriers."""
         seconds = (ctypes.c_double * len(TIMES))()

@@ -34,8 +34,8 @@ class Isa(enum.IntEnum):
     AVX512VNNI = 4
 
 
-AUTO: Final = (Isa.AVX2, Isa.NEON, Isa.PORTABLE)
-"""What `best_isa` chooses from, best first: the sets whose kernels are tested on processors that have them."""
+AUTO: Final = (Isa.AVX512VNNI, Isa.AVX512, Isa.AVX2, Isa.NEON, Isa.PORTABLE)
+"""What `best_isa` chooses from, best first."""
 
 
 class Format(enum.IntEnum):

@@ -395,6 +395,9 @@ static inline float quantize_head(const float* x, int32_t n, int8_t* codes) {
     return (tiny ? 0.0f : largest / 127.0f) + reduce_add(invalid);
 }
 
+// A NaN stays one: it is the second operand.
+static inline vf in_f16_range(vf a) { return min(set1(65504.0f), max(set1(-65504.0f), a)); }
+
 template <class T>
 static inline void scatter(const T* from, int32_t n, int32_t stride, T* to) {
     for (int32_t i = 0; i < n; i++) to[(int64_t)i * stride] = from[i];
@@ -411,10 +414,10 @@ static void write_kv(const KVLayout& kv, uint8_t* head, int32_t slot, const floa
         for (int32_t i = 0; i < n; i += LANES) store(out + i, load_row(value, i, n));
     } else if (kv.dtype == SOL_KV_F16) {
         uint16_t keys[256 + WIDEST_VECTOR];
-        for (int32_t i = 0; i < n; i += LANES) store_f16(keys + i, load_row(key, i, n));
+        for (int32_t i = 0; i < n; i += LANES) store_f16(keys + i, in_f16_range(load_row(key, i, n)));
         scatter(keys, n, kv.slots, reinterpret_cast<uint16_t*>(head) + slot);
         uint16_t* out = reinterpret_cast<uint16_t*>(values) + at;
-        for (int32_t i = 0; i < n; i += LANES) store_f16(out + i, load_row(value, i, n));
+        for (int32_t i = 0; i < n; i += LANES) store_f16(out + i, in_f16_range(load_row(value, i, n)));
     } else {
         int8_t keys[256 + WIDEST_VECTOR];
         float* scales = reinterpret_cast<float*>(head + kv.scale_offset);

@@ -75,7 +75,13 @@ constexpr int FLOAT_ACCUMULATORS = 12;
 static inline vi set1_i(int32_t a) { return _mm256_set1_epi32(a); }
 static inline vi load_i(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 static inline void store_i(uint8_t* p, vi a) { _mm256_storeu_si256((__m256i*)p, a); }
-static inline vi add_i(vi a, vi b) { return _mm256_add_epi32(a, b); }
+// Stops GCC from turning a chain of additions into a tree, whose products do not fit into the registers.
+#define SOL_IN_ORDER(v) __asm__("" : "+x"(v))
+static inline vi add_i(vi a, vi b) {
+    vi sum = _mm256_add_epi32(a, b);
+    SOL_IN_ORDER(sum);
+    return sum;
+}
 static inline vi sub_i(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 static inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
 static inline vb load_b(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
@@ -90,9 +96,6 @@ static inline vb broadcast4(const int8_t* p) {  // the same 4 bytes for every ro
     memcpy(&word, p, sizeof word);
     return _mm256_set1_epi32(word);
 }
-
-// Stops GCC from turning a chain of additions into a tree, whose products do not fit into the registers.
-#define SOL_IN_ORDER(v) __asm__("" : "+x"(v))
 
 // Dot products of unsigned codes below 2^BITS with activations. A Part is what STEPS steps may be added up in: here
 // int16 sums of two products, 2^BITS - 1 times 127 each.

@@ -78,7 +78,13 @@ constexpr int FLOAT_ACCUMULATORS = 24;
 static inline vi set1_i(int32_t a) { return _mm512_set1_epi32(a); }
 static inline vi load_i(const uint8_t* p) { return _mm512_loadu_si512(p); }
 static inline void store_i(uint8_t* p, vi a) { _mm512_storeu_si512(p, a); }
-static inline vi add_i(vi a, vi b) { return _mm512_add_epi32(a, b); }
+// Stops GCC from turning a chain of additions into a tree, whose products do not fit into the registers.
+#define SOL_IN_ORDER(v) __asm__("" : "+v"(v))
+static inline vi add_i(vi a, vi b) {
+    vi sum = _mm512_add_epi32(a, b);
+    SOL_IN_ORDER(sum);
+    return sum;
+}
 static inline vi sub_i(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 static inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 static inline vb load_b(const uint8_t* p) { return _mm512_loadu_si512(p); }
@@ -121,9 +127,6 @@ struct Dot<8> {
 };
 
 #else
-
-// Stops GCC from turning a chain of additions into a tree, whose products do not fit into the registers.
-#define SOL_IN_ORDER(v) __asm__("" : "+v"(v))
 
 // Dot products of unsigned codes below 2^BITS with activations. A Part is what STEPS steps may be added up in: here
 // int16 sums of two products, 2^BITS - 1 times 127 each.
