@@ -68,16 +68,28 @@ def activations(tokens: int, cols: int = COLS, seed: int = 0) -> Floats:
 
 
 def as_quantized(x: Floats, perm: torch.Tensor | None = None) -> npt.NDArray[np.float64]:
-    """What the kernels make of x: int8 codes times a scale for each 32 columns, in the order of packed columns."""
+    """What the kernels make of x: int8 codes times a scale for each 32 columns, in the order of packed columns.
+
+    Where the largest value is more than 4.5 times the root of the mean square, what is left over is quantised too.
+    """
     order = np.arange(x.shape[1]) if perm is None else perm.numpy()
     blocks = x[:, order].reshape(len(x), -1, 32)
+    codes, scales = int8_blocks(blocks)
+    made = codes.astype(np.float64) * scales
+    rest_codes, rest_scales = int8_blocks(blocks - scales * codes)
+    refined = np.square(codes).sum(-1, keepdims=True) * 4.5**2 < 32 * 127**2
+    made += np.where(refined, rest_codes.astype(np.float64) * rest_scales, 0)
+    out = np.empty(x.shape)
+    out[:, order] = made.reshape(len(x), -1)
+    return out
+
+
+def int8_blocks(blocks: Floats) -> tuple[Floats, Floats]:
     scales = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
     codes = np.rint(blocks * inverse)
     assert np.abs(codes).max() <= 127
-    out = np.empty(x.shape)
-    out[:, order] = (codes.astype(np.float64) * scales).reshape(len(x), -1)
-    return out
+    return codes, scales
 
 
 def linear(isa: Isa, weight: Packed | list[Packed], x: Floats, bias: Floats | None = None) -> Floats:
@@ -244,10 +256,29 @@ def test_the_error_of_a_projection_is_that_of_its_activations(isa: Isa, kind: st
     assert (np.abs(found - x.astype(np.float64) @ matrix.T) <= bound * 1.01 + 1e-5).all()
 
 
+def with_outliers(x: Floats) -> Floats:
+    """Every third block has one value far above the others."""
+    x = x.copy()
+    x[:, 5::96] *= 50
+    return x
+
+
+@each_isa
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_an_outlier_costs_its_neighbours_no_precision(isa: Isa, kind: str) -> None:
+    weight, x = stored(kind, 24), with_outliers(activations(5, seed=1))
+    inputs = as_quantized(x, weight.perm if isinstance(weight, Int4Group) else None)
+    found = linear(isa, packed(isa, weight), x)
+    exact = inputs @ dense(weight).T
+    np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-4 * np.abs(exact).max())
+    lost, once = np.abs(inputs - x), np.abs(x).reshape(5, -1, 32).max(-1).repeat(32, axis=-1) / 254
+    assert lost.max() < once.max() / 20
+
+
 @each_isa
 @each_kind
 def test_a_row_has_the_same_bits_among_any_number_of_tokens(isa: Isa, kind: str) -> None:
-    weight, x = packed(isa, stored(kind, 37)), activations(40)
+    weight, x = packed(isa, stored(kind, 37)), with_outliers(activations(40))
     whole = linear(isa, weight, x)
     for tokens in range(1, 40):
         assert np.array_equal(linear(isa, weight, x[40 - tokens :]), whole[40 - tokens :]), tokens

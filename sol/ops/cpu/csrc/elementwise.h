@@ -5,41 +5,58 @@
 
 namespace sol::SOL_NS {
 
-// One token's row into int8 blocks of 32: scale = amax / 127, codes to nearest, ties to even.
+// 32 activations: scale = amax / 127, codes to nearest, ties to even.
+static inline void quantize_block(const float* x, int8_t* codes, float* scale_out, BlockSums* sums) {
+    vf v[BLOCK_VECTORS];
+    vi most = set1_i(0);
+    for (int i = 0; i < BLOCK_VECTORS; i++) {
+        v[i] = load(x + i * LANES);
+        most = max_i(most, abs_bits(v[i]));
+    }
+    const int32_t bits = reduce_max_i(most);
+    float amax;
+    memcpy(&amax, &bits, sizeof amax);
+    // Below this the inverse would overflow; what is so small is zero next to any other activation.
+    const bool is_zero = amax < 1e-35f, is_finite = bits < 0x7f800000;
+    const float scale = is_zero ? 0.0f : (is_finite ? amax / 127.0f : __builtin_nanf(""));
+    const float inverse = is_zero || !is_finite ? 0.0f : 1.0f / scale;
+    if (is_finite) {
+        for (int i = 0; i < BLOCK_VECTORS; i++) v[i] = mul(v[i], set1(inverse));
+    } else {
+        for (int i = 0; i < BLOCK_VECTORS; i++) v[i] = zero();
+    }
+    store_codes(codes, sums, v);
+    *scale_out = scale;
+    sums->scaled = scale * (float)(sums->half[0] + sums->half[1]);
+}
+
+// A block is refined if its largest value is more than 4.5 times the root of its mean square: Σ code² below
+// 32 · 127² / 4.5². In integers, so that every instruction set decides alike.
+constexpr int32_t REFINED_ENERGY = 25488;
+
+// One token's row.
 static void quantize(const float* x, const int32_t* perm, int64_t row, const QuantizedActivations& q) {
+    const QuantizedActivations out = q.from(row);
     const int64_t blocks = q.cols / 32;
-    int8_t* codes = q.codes + row * q.cols;
-    float* scales = q.scales + row * blocks;
-    BlockSums* sums = q.sums + row * blocks;
-    float gathered[32];
-    for (int64_t b = 0; b < blocks; b++, codes += 32) {
+    int32_t count = 0;
+    float gathered[32], rest[32];
+    for (int64_t b = 0; b < blocks; b++) {
         const float* in = x + 32 * b;
         if (perm) {
             for (int i = 0; i < 32; i++) gathered[i] = x[perm[32 * b + i]];
             in = gathered;
         }
-        vf v[BLOCK_VECTORS];
-        vi most = set1_i(0);
-        for (int i = 0; i < BLOCK_VECTORS; i++) {
-            v[i] = load(in + i * LANES);
-            most = max_i(most, abs_bits(v[i]));
-        }
-        const int32_t bits = reduce_max_i(most);
-        float amax;
-        memcpy(&amax, &bits, sizeof amax);
-        // Below this the inverse would overflow; what is so small is zero next to any other activation.
-        const bool is_zero = amax < 1e-35f, is_finite = bits < 0x7f800000;
-        const float scale = is_zero ? 0.0f : (is_finite ? amax / 127.0f : __builtin_nanf(""));
-        const float inverse = is_zero || !is_finite ? 0.0f : 1.0f / scale;
-        if (is_finite) {
-            for (int i = 0; i < BLOCK_VECTORS; i++) v[i] = mul(v[i], set1(inverse));
-        } else {
-            for (int i = 0; i < BLOCK_VECTORS; i++) v[i] = zero();
-        }
-        store_codes(codes, &sums[b], v);
-        scales[b] = scale;
-        sums[b].scaled = scale * (float)(sums[b].half[0] + sums[b].half[1]);
+        const int8_t* codes = out.whole.codes + 32 * b;
+        quantize_block(in, out.whole.codes + 32 * b, out.whole.scales + b, out.whole.sums + b);
+        int32_t energy = 0;
+        for (int i = 0; i < 32; i++) energy += codes[i] * codes[i];
+        const float scale = out.whole.scales[b];
+        if (energy >= REFINED_ENERGY || !(scale > 0.0f)) continue;
+        for (int i = 0; i < 32; i++) rest[i] = in[i] - scale * (float)codes[i];
+        quantize_block(rest, out.rest.codes + 32 * b, out.rest.scales + b, out.rest.sums + b);
+        out.refined[++count] = (int32_t)b;
     }
+    out.refined[0] = count;
 }
 
 // x / sqrt(mean(x²) + eps) · (weight + offset)

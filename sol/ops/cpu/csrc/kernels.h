@@ -15,26 +15,47 @@ struct BlockSums {
     float scaled;     // scale · (half[0] + half[1])
 };
 
-// Activations of some tokens, quantised to int8 in blocks of 32 columns: x ≈ scale · code, |code| <= 127. A block that
-// holds a NaN or an infinity has a NaN for its scale, so what is computed from it is NaN.
-// Every quantised weight format consumes this one form. cols is a multiple of 32.
-struct QuantizedActivations {
-    int8_t* codes;    // [tokens, cols]
-    float* scales;    // [tokens, cols / 32]
-    BlockSums* sums;  // [tokens, cols / 32]
-    int64_t cols;
+// Rows in int8 blocks of 32 columns: x ≈ scale · code, |code| <= 127. [tokens, cols] and twice [tokens, cols / 32].
+struct QuantizedRows {
+    int8_t* codes;
+    float* scales;
+    BlockSums* sums;
+
+    QuantizedRows from(int64_t token, int64_t cols) const {
+        return {codes + token * cols, scales + token * (cols / 32), sums + token * (cols / 32)};
+    }
 };
 
-// Bytes that `tokens` quantised rows take, and the three arrays laid out in such a buffer (4-byte aligned).
+// Activations of some tokens. A block that holds a NaN or an infinity has a NaN for its scale, so what is computed from
+// it is NaN. Every quantised weight format consumes this one form. cols is a multiple of 32.
+//
+// One value far above the others of its block leaves these few codes to be told apart by. The blocks of which that is
+// true, about a tenth, are refined: what their codes leave over is quantised once more (`rest`), and a product adds
+// both. It brings the logits several times closer to those of unquantised activations.
+struct QuantizedActivations {
+    QuantizedRows whole;
+    QuantizedRows rest;  // written and read where `refined` says
+    int32_t* refined;    // [tokens, 1 + cols / 32]: of each token how many blocks are, and which, ascending
+    int64_t cols;
+
+    QuantizedActivations from(int64_t token) const {
+        return {whole.from(token, cols), rest.from(token, cols), refined + token * (1 + cols / 32), cols};
+    }
+};
+
+// Bytes that `tokens` quantised rows take, and the arrays laid out in such a buffer (4-byte aligned).
 static inline size_t quantized_nbytes(int64_t tokens, int64_t cols) {
-    return (size_t)tokens * (size_t)cols + (size_t)tokens * (size_t)(cols / 32) * (sizeof(float) + sizeof(BlockSums));
+    const size_t blocks = (size_t)tokens * (size_t)(cols / 32);
+    return blocks * (2 * (sizeof(BlockSums) + sizeof(float) + 32) + sizeof(int32_t)) + (size_t)tokens * sizeof(int32_t);
 }
 
 static inline QuantizedActivations quantized_in(void* buffer, int64_t tokens, int64_t cols) {
-    char* bytes = (char*)buffer;
     const int64_t blocks = tokens * (cols / 32);
-    return {(int8_t*)(bytes + blocks * (sizeof(float) + sizeof(BlockSums))),
-            (float*)(bytes + blocks * sizeof(BlockSums)), (BlockSums*)bytes, cols};
+    BlockSums* sums = (BlockSums*)buffer;
+    float* scales = (float*)(sums + 2 * blocks);
+    int32_t* refined = (int32_t*)(scales + 2 * blocks);
+    int8_t* codes = (int8_t*)(refined + blocks + tokens);
+    return {{codes, scales, sums}, {codes + 32 * blocks, scales + blocks, sums + blocks}, refined, cols};
 }
 
 // A packed weight. `data` holds ceil(rows / group_rows) groups of group_rows interleaved rows, each group_nbytes long;

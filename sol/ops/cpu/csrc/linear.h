@@ -192,14 +192,27 @@ static inline void store_rows(float* y, vf acc, int num_rows) {
     }
 }
 
+// What a token's refined blocks add to one row group.
+template <class B>
+[[gnu::noinline]] static vf add_refined(const uint8_t* group, int64_t per_super, const QuantizedActivations& q, vf acc) {
+    const int64_t super_nbytes = B::HEADER_NBYTES + per_super * B::BLOCK_NBYTES;
+    for (int32_t i = 1; i <= q.refined[0]; i++) {
+        const int64_t b = q.refined[i];
+        const uint8_t* p = group + b / per_super * super_nbytes;
+        block_product<B, 1>(p + B::HEADER_NBYTES + b % per_super * B::BLOCK_NBYTES, B::header(p),
+                            q.rest.codes + b * BLOCK, 0, q.rest.scales + b, q.rest.sums + b, 0, &acc);
+    }
+    return acc;
+}
+
 // One row group times T tokens from token t0 on.
 template <class B, int T>
-static void quantized_tile(const uint8_t* p, int64_t per_super, const QuantizedActivations& q, int64_t t0, float* y,
+static void quantized_tile(const uint8_t* group, int64_t per_super, const QuantizedActivations& q, int64_t t0, float* y,
                            int64_t y_stride, int num_rows) {
     const int64_t cols = q.cols, blocks = cols / BLOCK;
-    const int8_t* x = q.codes + t0 * cols;
-    const float* scales = q.scales + t0 * blocks;
-    const BlockSums* sums = q.sums + t0 * blocks;
+    const QuantizedRows rows = q.whole.from(t0, cols);
+    const int8_t* x = rows.codes;
+    const uint8_t* p = group;
     vf acc[T];
     SOL_UNROLL for (int t = 0; t < T; t++)
         acc[t] = zero();
@@ -209,13 +222,16 @@ static void quantized_tile(const uint8_t* p, int64_t per_super, const QuantizedA
         p += B::HEADER_NBYTES;
         for (int64_t i = b; i < b + per_super; i++) {
             if constexpr (B::IN_MEMORY) prefetch<B::BLOCK_NBYTES>(p);
-            block_product<B, T>(p, header, x, cols, scales + i, sums + i, blocks, acc);
+            block_product<B, T>(p, header, x, cols, rows.scales + i, rows.sums + i, blocks, acc);
             p += B::BLOCK_NBYTES;
             x += BLOCK;
         }
     }
-    SOL_UNROLL for (int t = 0; t < T; t++)
+    SOL_UNROLL for (int t = 0; t < T; t++) {
+        const QuantizedActivations token = q.from(t0 + t);
+        if (token.refined[0] != 0) acc[t] = add_refined<B>(group, per_super, token, acc[t]);
         store_rows(y + t * y_stride, acc[t], num_rows);
+    }
 }
 
 template <class Packed>

@@ -162,10 +162,7 @@ class StepWalk {
                 k_.linear(segment.matrix, chunk.input.x + chunk.token_begin * linear.cols, nullptr, count, first, last,
                           out, stride, local_.scratch);
             } else {
-                QuantizedActivations q = chunk.input.quantized[segment.input];
-                q.codes += chunk.token_begin * linear.cols;
-                q.scales += chunk.token_begin * (linear.cols / 32);
-                q.sums += chunk.token_begin * (linear.cols / 32);
+                const QuantizedActivations q = chunk.input.quantized[segment.input].from(chunk.token_begin);
                 k_.linear(segment.matrix, nullptr, &q, count, first, last, out, stride, local_.scratch);
             }
             u = end;

@@ -11,26 +11,54 @@ struct Shape {
 
 // A row of activations as the kernels quantise it, computed one by one. Only correctly rounded operations, so the
 // kernels' codes, scales and sums are the same in every bit.
-inline void quantize_reference(const float* x, const int32_t* perm, int64_t cols, int8_t* codes, float* scales,
-                               sol::BlockSums* sums) {
-    for (int64_t b = 0; b < cols / 32; b++) {
-        float amax = 0.0f;
-        bool finite = true;
-        const auto at = [&](int i) { return x[perm != nullptr ? perm[32 * b + i] : 32 * b + i]; };
-        for (int i = 0; i < 32; i++) {
-            finite = finite && std::isfinite(at(i));
-            amax = fmaxf(amax, fabsf(at(i)));
-        }
-        const float scale = !finite ? NAN : amax < 1e-35f ? 0.0f : amax / 127.0f;
-        const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-        int total[2] = {0, 0};
-        for (int i = 0; i < 32; i++) {
-            codes[32 * b + i] = finite ? (int8_t)nearbyintf(at(i) * inverse) : (int8_t)0;
-            total[i / 16] += codes[32 * b + i];
-        }
-        scales[b] = scale;
-        sums[b] = {{(int16_t)total[0], (int16_t)total[1]}, scale * (float)(total[0] + total[1])};
+struct QuantizedBlock {
+    int8_t codes[32];
+    float scale;
+    sol::BlockSums sums;
+};
+
+inline QuantizedBlock quantize_block_reference(const float* x) {
+    QuantizedBlock out{};
+    float amax = 0.0f;
+    bool finite = true;
+    for (int i = 0; i < 32; i++) {
+        finite = finite && std::isfinite(x[i]);
+        amax = fmaxf(amax, fabsf(x[i]));
     }
+    out.scale = !finite ? NAN : amax < 1e-35f ? 0.0f : amax / 127.0f;
+    const float inverse = out.scale > 0.0f ? 1.0f / out.scale : 0.0f;
+    int total[2] = {0, 0};
+    for (int i = 0; i < 32; i++) {
+        out.codes[i] = finite ? (int8_t)nearbyintf(x[i] * inverse) : (int8_t)0;
+        total[i / 16] += out.codes[i];
+    }
+    out.sums = {{(int16_t)total[0], (int16_t)total[1]}, out.scale * (float)(total[0] + total[1])};
+    return out;
+}
+
+// Block b of a row; whether it is refined, and then what the codes leave over.
+inline bool quantize_reference(const float* x, const int32_t* perm, int64_t b, QuantizedBlock* whole,
+                               QuantizedBlock* rest) {
+    float in[32];
+    int energy = 0;
+    for (int i = 0; i < 32; i++) in[i] = x[perm != nullptr ? perm[32 * b + i] : 32 * b + i];
+    *whole = quantize_block_reference(in);
+    for (const int8_t code : whole->codes) energy += code * code;
+    if (!(whole->scale > 0.0f) || energy * 4.5 * 4.5 >= 32.0 * 127 * 127) return false;
+    for (int i = 0; i < 32; i++) {
+        volatile float product = whole->scale * (float)whole->codes[i];  // rounded before it is taken off
+        in[i] -= product;
+    }
+    *rest = quantize_block_reference(in);
+    return true;
+}
+
+inline bool same_block(const sol::QuantizedRows& rows, int64_t b, const QuantizedBlock& expected) {
+    const sol::BlockSums& sums = rows.sums[b];
+    bool good = memcmp(rows.codes + 32 * b, expected.codes, 32) == 0;
+    good = good && sums.half[0] == expected.sums.half[0] && sums.half[1] == expected.sums.half[1];
+    if (std::isnan(expected.scale)) return good && std::isnan(rows.scales[b]) && std::isnan(sums.scaled);
+    return good && rows.scales[b] == expected.scale && sums.scaled == expected.sums.scaled;
 }
 
 inline void check_quantize(const sol::Kernels& kernels, Random& random) {
@@ -49,25 +77,20 @@ inline void check_quantize(const sol::Kernels& kernels, Random& random) {
         for (int32_t i = 0; i < (int32_t)cols; i++) perm[(size_t)i] = (int32_t)(((int64_t)i * 5 + 3) % cols);
         if (cols % 5 == 0) perm.clear();
         for (const int32_t* p : {(const int32_t*)nullptr, perm.empty() ? nullptr : (const int32_t*)perm.data()}) {
-            Bytes buffer((int64_t)sol::quantized_nbytes(tokens, cols)), codes(cols), scales(cols / 32 * 4),
-                sums(cols / 32 * (int64_t)sizeof(sol::BlockSums));
+            Bytes buffer((int64_t)sol::quantized_nbytes(tokens, cols));
             const sol::QuantizedActivations q = sol::quantized_in(buffer.data(), tokens, cols);
             for (int64_t t = 0; t < tokens; t++) {
                 kernels.quantize(x.floats() + t * cols, p, t, q);
-                auto* expected = reinterpret_cast<sol::BlockSums*>(sums.data());
-                quantize_reference(x.floats() + t * cols, p, cols, (int8_t*)codes.data(), scales.floats(), expected);
-                const int64_t blocks = cols / 32;
-                bool good = memcmp(q.codes + t * cols, codes.data(), (size_t)cols) == 0;
-                for (int64_t b = 0; b < blocks; b++) {
-                    const sol::BlockSums& got = q.sums[t * blocks + b];
-                    const float scale = q.scales[t * blocks + b];
-                    good = good && got.half[0] == expected[b].half[0] && got.half[1] == expected[b].half[1];
-                    if (std::isnan(scales.floats()[b])) {
-                        good = good && std::isnan(scale) && std::isnan(got.scaled);
-                    } else {
-                        good = good && scale == scales.floats()[b] && got.scaled == expected[b].scaled;
-                    }
+                const sol::QuantizedActivations got = q.from(t);
+                bool good = true;
+                int32_t refined = 0;
+                for (int64_t b = 0; b < cols / 32; b++) {
+                    QuantizedBlock whole, rest;
+                    const bool twice = quantize_reference(x.floats() + t * cols, p, b, &whole, &rest);
+                    good = good && same_block(got.whole, b, whole);
+                    if (twice) good = good && got.refined[++refined] == b && same_block(got.rest, b, rest);
                 }
+                good = good && got.refined[0] == refined;
                 check(good, "%s: quantize: token %" PRId64 " of %" PRId64 " columns", isa_name(kernels.isa), t, cols);
             }
         }
@@ -112,18 +135,18 @@ inline void check_matrix(const sol::Kernels& kernels, const Source& source, Rand
     }
 
     // Against double precision. An output is a chain of fma over the columns (float formats) or of at most two a block
-    // of 32 whose integer dot product is exact; a factor has at most three roundings.
+    // of 32, refined ones twice, whose integer dot product is exact; a factor has at most three roundings.
     std::vector<double> in((size_t)cols);
-    Bytes codes(cols), scales((cols / 32 + 1) * 4), sums((cols / 32 + 1) * (int64_t)sizeof(sol::BlockSums));
-    const double roundings = source.format.is_float ? 2.0 * (double)cols : 2.0 * (double)(cols / 32) + 4.0;
+    const double roundings = source.format.is_float ? 2.0 * (double)cols : 4.0 * (double)(cols / 32) + 4.0;
     for (int64_t t = 0; t < tokens; t++) {
-        if (!source.format.is_float) {
-            quantize_reference(x.floats() + t * cols, nullptr, cols, (int8_t*)codes.data(), scales.floats(),
-                               (sol::BlockSums*)sums.data());
-        }
-        for (int64_t c = 0; c < cols; c++) {
-            in[(size_t)c] = source.format.is_float ? (double)x.floats()[t * cols + c]
-                                                   : (double)scales.floats()[c / 32] * (int8_t)codes.data()[c];
+        for (int64_t c = 0; c < cols; c++) in[(size_t)c] = (double)x.floats()[t * cols + c];
+        for (int64_t b = 0; b < (source.format.is_float ? 0 : cols / 32); b++) {
+            QuantizedBlock whole, rest;
+            const bool twice = quantize_reference(x.floats() + t * cols, nullptr, b, &whole, &rest);
+            for (int i = 0; i < 32; i++) {
+                in[(size_t)(32 * b + i)] = (double)whole.scale * whole.codes[i];
+                if (twice) in[(size_t)(32 * b + i)] += (double)rest.scale * rest.codes[i];
+            }
         }
         for (int64_t r = 0; r < rows; r++) {
             double exact = (double)bias[(size_t)r], size = fabs(exact);
