@@ -174,7 +174,7 @@ def ask(port: int, path: str, body: dict[str, Any], timeout: float = 300.0) -> d
 def chat(port: int, model: str, max_tokens: int = 16) -> str:
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "messages": [{"role": "user", "content": "Name the capital of France."}],
         "max_tokens": max_tokens,
         "temperature": 0,
     }

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
+
+# Before anything imports Triton, whose own functions are made for the interpreter or for a GPU when it is imported. It
+# is not only the tests of its kernels that do: compressed-tensors does.
+os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 from tiny_models import TinyLlama, save_llama

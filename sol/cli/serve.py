@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sol.server.app import ServerReady
     from sol.server.config import ServerConfig
 
-_PROMPT = "What is the capital of France?"
+_PROMPT = "Name the capital of France."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,11 +1,8 @@
-"""Kernels run under Triton's interpreter, on the CPU. It must be chosen before a kernel's module is imported."""
+"""Kernels run under Triton's interpreter, on the CPU; tests/conftest.py chooses it."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 try:
     from triton.runtime import interpreter
