@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,9 +43,16 @@ TOKENS = (1, 2, 4, 6, 8, 16, 64, 512)
 
 
 def random_weight(library: Native, isa: Isa, kind: Format, group: int, rows: int, cols: int) -> Packed:
-    """Any bytes are weights once no exponent among them is the largest; speed does not depend on which."""
+    """Any bytes are quantised weights once no scale's exponent among them is the largest; speed does not depend on
+    which. Floats are normal ones: some processors take a hundred times as long with others."""
     block, nbytes = ROW_NBYTES[kind]
-    data = np.random.default_rng(0).integers(0, 256, rows * (cols // block) * nbytes, dtype=np.uint8) & 0xBB
+    random = np.random.default_rng(0)
+    data: npt.NDArray[Any]
+    if kind in (Format.F32, Format.F16):
+        data = random.standard_normal((rows, cols), dtype=np.float32)
+        data = data.astype(np.float16) if kind == Format.F16 else data
+    else:
+        data = random.integers(0, 256, rows * (cols // block) * nbytes, dtype=np.uint8) & 0xBB
     scales = zeros = None
     if kind == Format.INT8:
         scales = np.full(rows, 0.01, dtype=np.float32)

@@ -47,7 +47,7 @@ class EngineConfig:
     device: Device = _option("auto", "where to compute; auto: the first GPU, else the CPU")
     cpu_kernels: CpuKernelSet = _option(
         "auto",
-        "what computes on a CPU: Sol's C++ kernels for an instruction set, or torch; auto: the best that is tested",
+        "what computes on a CPU: Sol's C++ kernels for an instruction set, or torch; auto: the best that the processor has",
     )
     max_model_len: int | None = _option(None, "longest prompt plus output, in tokens; default: what the model allows")
     max_num_seqs: int | None = _option(None, "most requests in one step; default: 128 on a CPU, 256 on a GPU")
@@ -70,7 +70,7 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDType = _option(
         "auto",
         "of the KV cache; auto: on a CPU float16 for quantised models and float32 for others, on a GPU the weights' "
-        "dtype; int8 has a scale for each token",
+        "dtype; int8 has a scale for each token and head",
     )
     block_size: int = _option(16, "tokens in a block of the KV cache")
     enable_prefix_caching: bool = _option(True, "share the KV cache of equal prompt beginnings between requests")
