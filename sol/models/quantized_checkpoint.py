@@ -330,11 +330,11 @@ class QuantizedCheckpoint:
 
     def _finite(self, name: str) -> torch.Tensor:
         scales = self._files.read(name).float()
-        bad = torch.nonzero(~torch.isfinite(scales))
+        bad = torch.nonzero(~torch.isfinite(scales * 256))  # no code is that far from its zero point
         if len(bad):
             raise CheckpointError(
-                f"the tensor {name} has {len(bad)} scales that are not finite, the first at {bad[0].tolist()}: the "
-                "quantisation failed, or the file is damaged",
+                f"the tensor {name} has {len(bad)} scales that are not finite, or too large for weights that are, the "
+                f"first at {bad[0].tolist()}: the quantisation failed, or the file is damaged",
                 param="model",
             )
         return scales

@@ -322,6 +322,7 @@ def int32(*shape: int, value: int = 0) -> torch.Tensor:
         (awq, AWQ, "scales", torch.ones(2, 128), r"q_proj\.scales has the shape \[2, 128\]"),
         (awq, AWQ, "scales", int32(2, 256), r"q_proj\.scales has the type I32; it has to be F32 or F16 or BF16"),
         (awq, AWQ, "scales", torch.full((2, 256), torch.nan), r"q_proj\.scales has 512 scales that are not finite"),
+        (awq, AWQ, "scales", torch.full((2, 256), 3e37), r"512 scales that are not finite, or too large"),
         (awq, AWQ, "g_idx", int32(256), r"has the tensor .*q_proj\.g_idx, which does not belong"),
         (awq, AWQ, "weight", torch.ones(256, 256), r"has the tensor .*q_proj\.weight, which does not belong"),
         (gptq, GPTQ, "g_idx", int32(256, value=2), r"q_proj\.g_idx has groups 2 to 2 in uneven numbers"),
