@@ -47,7 +47,8 @@ class EngineConfig:
     device: Device = _option("auto", "where to compute; auto: the first GPU, else the CPU")
     cpu_kernels: CpuKernelSet = _option(
         "auto",
-        "what computes on a CPU: Sol's C++ kernels for an instruction set, or torch; auto: the best that the processor has",
+        "what computes on a CPU: Sol's C++ kernels for an instruction set, or torch; auto: the best that the processor "
+        "has",
     )
     max_model_len: int | None = _option(None, "longest prompt plus output, in tokens; default: what the model allows")
     max_num_seqs: int | None = _option(None, "most requests in one step; default: 128 on a CPU, 256 on a GPU")
