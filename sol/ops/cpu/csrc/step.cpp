@@ -123,7 +123,8 @@ class StepWalk {
         }
         float* x = own ? local_.x : m_.x;
         if (prepare && !own) {
-            constexpr int64_t at_once = 4;
+            // Of a verifying step's few rows, each goes to whoever is free.
+            const int64_t at_once = std::clamp(source.count / (4 * w_.num_threads()), int64_t{1}, int64_t{4});
             w_.phase(ceil_div(source.count, at_once), [&](int64_t chunk) {
                 const int64_t end = std::min(source.count, (chunk + 1) * at_once);
                 for (int64_t row = chunk * at_once; row < end; row++) {
