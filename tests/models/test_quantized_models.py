@@ -67,6 +67,12 @@ def assert_logits(directory: Path, expected: torch.Tensor, quantization: Any = N
     [
         (awq, {"quant_method": "awq", "bits": 4, "group_size": 128}, {}, [Int4Group]),
         (
+            awq,
+            {"quant_method": "awq", "bits": 4, "group_size": 128},
+            {"model": {"hidden_size": 1024}},
+            [Int4Group],
+        ),
+        (
             gptq,
             {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True, "sym": True},
             {"group_size": 64, "symmetric": True, "act_order": True},
@@ -85,7 +91,7 @@ def assert_logits(directory: Path, expected: torch.Tensor, quantization: Any = N
             [Int8Channel],
         ),
     ],
-    ids=["awq", "gptq", "pack-quantized", "int-quantized"],
+    ids=["awq", "awq-1024", "gptq", "pack-quantized", "int-quantized"],
 )
 def test_logits_of_quantised_safetensors(
     tmp_path: Path,
@@ -100,9 +106,18 @@ def test_logits_of_quantised_safetensors(
     assert [type(part) for part in found] == segments
 
 
-@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q5_K", "Q5_1"), ("Q2_K", "Q3_K"), ("Q4_1", "Q5_0")])
-def test_logits_of_gguf_files_that_mix_types(tmp_path: Path, kinds: tuple[str, str]) -> None:
-    model = make_llama(hidden_size=512, intermediate_size=256, head_dim=128, tie_word_embeddings=True)
+@pytest.mark.parametrize(
+    ("hidden_size", "kinds"),
+    [
+        (512, ("Q4_K", "Q6_K")),
+        (512, ("Q5_K", "Q5_1")),
+        (512, ("Q2_K", "Q3_K")),
+        (512, ("Q4_1", "Q5_0")),
+        (1024, ("Q4_K", "Q6_K")),
+    ],
+)
+def test_logits_of_gguf_files_that_mix_types(tmp_path: Path, hidden_size: int, kinds: tuple[str, str]) -> None:
+    model = make_llama(hidden_size=hidden_size, intermediate_size=256, head_dim=128, tie_word_embeddings=True)
     scales = {"Q2_K": 4e-3, "Q3_K": 1e-3, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 4e-5}
     raw = {}
     for index, (name, weight) in enumerate(model.state_dict().items()):
