@@ -105,5 +105,6 @@ def _answer(engine: LocalEngine, messages: list[dict[str, str]], params: Samplin
     speed = f", then {(tokens - 1) / seconds:.1f} tokens/s" if tokens > 1 and seconds > 0 else ""
     ended = {"length": "; the length limit ended it", "abort": "; stopped"}.get(reason or "", "")
     if tokens:
-        notes.print(f"{tokens} tokens, the first after {first - started:.2f} s{speed}{ended}", style="dim")
+        line = f"{tokens} tokens, the first after {first - started:.2f} s{speed}{ended}"
+        notes.print(line, style="dim", soft_wrap=True)  # the terminal wraps it, between words or not
     return text
