@@ -201,7 +201,10 @@ void fuzz_model(Random& random, int32_t isa) {
             case 18: op.scale = any_float(random); break;
             case 19: op.softcap = any_float(random); break;
             case 20: op.window = (int32_t)mutate(random, op.window); break;
-            case 21: op.linear.num_segments = (int32_t)smaller(op.linear.num_segments); break;
+            case 21:  // never more than there are: an array's length cannot be checked
+                op.linear.num_segments = (int32_t)std::clamp<int64_t>(smaller(op.linear.num_segments), INT32_MIN,
+                                                                      op.linear.num_segments);
+                break;
             case 22: segment->rows = mutate(random, segment->rows); break;
             case 23: segment->cols = mutate(random, segment->cols); break;
             case 24: segment->format = (int32_t)random.below(36); break;
