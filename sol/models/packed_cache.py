@@ -377,7 +377,9 @@ def packed_nbytes(
             total += 4 * math.prod(shape)
         elif name in names:
             whole = -(-shape[0] // group) * group
-            if matrix_dtype is None:
+            if matrix_dtype is None and 8 * checkpoint.stored_nbytes(name) < 4 * math.prod(shape):
+                total += whole * shape[1] * 2  # no kernel takes fewer than four bits: Q2_K and Q3_K become float16
+            elif matrix_dtype is None:
                 total += checkpoint.stored_nbytes(name) * whole // shape[0] * 33 // 32
             else:
                 total += whole * shape[1] * matrix_dtype.itemsize

@@ -21,6 +21,8 @@ from tiny_cpu import (
 )
 from tiny_models import GGUFOptions, TinyLlama, gguf_name, make_llama, random_blocks, write_gguf
 
+from sol.models.dummy_checkpoint import parameter_shapes
+from sol.models.packed_cache import packed_nbytes
 from sol.models.registry import load_program
 from sol.ops.cpu.native import Format, Isa, KVDType, NativeError
 from sol.ops.program import Program
@@ -137,6 +139,9 @@ def test_a_type_without_kernels_is_kept_in_float16_and_said(tmp_path: Path, capl
     program = packed_program(config, checkpoint)
     assert formats(program) == {Format.F16}
     assert "none for Q3_K: those matrices are kept in float16" in caplog.text
+    library, shapes = native(), parameter_shapes(config)
+    planned = packed_nbytes(library, library.best_isa(), shapes, checkpoint, None)
+    assert program.weight_bytes <= planned < 1.1 * program.weight_bytes
     expected = ragged_run(
         reference_executor(config, load_program(config, checkpoint, dtype=torch.float32, max_positions=512))
     )
