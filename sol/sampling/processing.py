@@ -5,9 +5,10 @@ logit bias and min_tokens → penalties → temperature → min_p → top_k → 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, overload
 
 import torch
 
@@ -37,6 +38,42 @@ class SamplingRow:
         return self.below_min_tokens or bool(self.params.logit_bias) or self.params.penalised
 
 
+class _Continued(Sequence[int]):
+    """A long sequence and a short one after it, without a copy of either. Neither may change while this is in use."""
+
+    __slots__ = ("_head", "_tail")
+
+    def __init__(self, head: Sequence[int], tail: Sequence[int]) -> None:
+        self._head, self._tail = head, tail
+
+    def __len__(self) -> int:
+        return len(self._head) + len(self._tail)
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain(self._head, self._tail)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        places = range(len(self))[index]  # as a list does: from the end where negative, IndexError beyond it
+        return self._at(places) if isinstance(places, int) else [self._at(place) for place in places]
+
+    def _at(self, place: int) -> int:
+        length = len(self._head)
+        return self._head[place] if place < length else self._tail[place - length]
+
+
+def continued(row: SamplingRow, token_ids: Sequence[int]) -> SamplingRow:
+    """`row` as it will be once `token_ids` have been emitted: what its next token is sampled with."""
+    if not token_ids:
+        return row
+    return replace(row, output_token_ids=_Continued(row.output_token_ids, token_ids))
+
+
 def adjust(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     """[V] → [V] in new memory: bias, forbidden ends and penalties, which apply to greedy requests too."""
     logits, params = logits.clone(), row.params
@@ -50,8 +87,7 @@ def adjust(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
         seen, penalty = logits[tokens], params.repetition_penalty
         logits[tokens] = torch.where(seen > 0, seen / penalty, seen * penalty)
     if (params.presence_penalty or params.frequency_penalty) and row.output_token_ids:
-        output = torch.tensor(row.output_token_ids, dtype=torch.int64, device=logits.device)
-        tokens, counts = torch.unique(output, return_counts=True)
+        tokens, counts = torch.unique(_ids(row.output_token_ids, logits), return_counts=True)
         logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts.to(logits.dtype)
     return logits
 

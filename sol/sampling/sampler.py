@@ -26,12 +26,15 @@ class SampledToken:
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """logits [S, V] float32, one row a request → one token each. `logits` is not changed."""
-    token_ids, finite = _likeliest(logits)
+    token_ids, finite = likeliest(logits)
     for index, row in enumerate(rows):
         if finite[index] and (row.changes_logits or not row.params.greedy):
-            token_ids[index] = _sample_row(logits[index], row)
+            token_ids[index] = sample_row(logits[index], row)
     asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None and finite[i]]
-    logprobs = dict(zip(asking, _logprobs(logits, rows, token_ids, asking), strict=True)) if asking else {}
+    logprobs: dict[int, TokenLogprobs] = {}
+    if asking:
+        chosen, counts = [token_ids[i] for i in asking], [rows[i].params.logprobs or 0 for i in asking]
+        logprobs = dict(zip(asking, token_logprobs(logits[asking], chosen, counts), strict=True))
     return [
         SampledToken(token_id=token_id, logprobs=logprobs.get(index))
         if finite[index]
@@ -40,7 +43,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     ]
 
 
-def _likeliest(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+def likeliest(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
     """Each row's greatest logit, the first of equals, and whether it is finite: a NaN anywhere is a row's greatest."""
     if logits.device.type == "cpu":  # numpy's is vectorised: a tenth of the time
         values = logits.numpy()
@@ -50,34 +53,36 @@ def _likeliest(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
     return best_ids.tolist(), best.isfinite().tolist()
 
 
-def _sample_row(logits: torch.Tensor, row: SamplingRow) -> int:
+def sample_row(logits: torch.Tensor, row: SamplingRow) -> int:
+    """[V] raw logits → the token of output index `len(row.output_token_ids)`. The greatest must be finite."""
     if row.changes_logits:
         logits = adjust(logits, row)
     if row.params.greedy:
-        return _likeliest(logits.unsqueeze(0))[0][0]
+        return likeliest(logits.unsqueeze(0))[0][0]
     ids, scores = candidates(logits, row.params)
     key = stream_key(row.seed, row.choice_index, len(row.output_token_ids))
     if ids is None:
         ids = torch.arange(scores.shape[0], device=scores.device)
-    return int(ids[_likeliest((scores + gumbel(key, ids)).unsqueeze(0))[0][0]])
+    return int(ids[likeliest((scores + gumbel(key, ids)).unsqueeze(0))[0][0]])
 
 
-def _logprobs(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: list[int], asking: list[int]
-) -> list[TokenLogprobs]:
-    """Of the raw logits, before bias, penalties and temperature, as vLLM reports them."""
-    raw = logits[asking]
+def token_logprobs(raw: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Raw logits [N, V], before bias, penalties and temperature as in vLLM → those of a token each.
+
+    `counts` says how many of the likeliest tokens each wants beside its own.
+    """
     total = raw.logsumexp(-1, keepdim=True)
-    chosen = raw.gather(-1, torch.tensor([[token_ids[i]] for i in asking], device=raw.device))
+    chosen = raw.gather(-1, torch.tensor(token_ids, device=raw.device).unsqueeze(-1))
     ranks = (raw > chosen).sum(-1) + 1
-    widest = max(min(rows[i].params.logprobs or 0, raw.shape[-1]) for i in asking)
-    top, top_ids = raw.topk(widest)
-    result = []
-    for place, (logprob, rank, values, ids) in enumerate(
-        zip((chosen - total).flatten().tolist(), ranks.tolist(), (top - total).tolist(), top_ids.tolist(), strict=True)
-    ):
-        count = rows[asking[place]].params.logprobs or 0
-        result.append(
-            TokenLogprobs(logprob=logprob, rank=rank, top=list(zip(ids[:count], values[:count], strict=True)))
+    top, top_ids = raw.topk(min(max(counts), raw.shape[-1]))
+    return [
+        TokenLogprobs(logprob=logprob, rank=rank, top=list(zip(ids[:count], values[:count], strict=True)))
+        for logprob, rank, values, ids, count in zip(
+            (chosen - total).flatten().tolist(),
+            ranks.tolist(),
+            (top - total).tolist(),
+            top_ids.tolist(),
+            counts,
+            strict=True,
         )
-    return result
+    ]

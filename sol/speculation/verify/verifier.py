@@ -1,0 +1,97 @@
+"""From the target's logits after each draft to the tokens that are emitted.
+
+`coupled`, the default, samples each position as plain decoding would: same parameters, same prefix, same noise. A draft
+is right iff it is that token, so the text is the one that plain decoding gives, whatever was drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sol.sampling.processing import SamplingRow, continued
+from sol.sampling.sampler import NOT_FINITE_MESSAGE, SampledToken, likeliest, sample_row, token_logprobs
+from sol.speculation.config import VerifyMethod
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRow:
+    """A request that a step verifies drafts for, perhaps none."""
+
+    row: SamplingRow
+    """Its state before the drafts: `row.output_token_ids` are the tokens emitted so far."""
+    draft_token_ids: Sequence[int]
+    draft_probs: torch.Tensor | None = None
+    """[k, V] float32: the distributions that the drafts were sampled from, over the target's vocabulary. None where the
+    drafts are a function of what came before."""
+
+
+def verify(logits: torch.Tensor, rows: Sequence[VerifyRow], method: VerifyMethod) -> list[list[SampledToken]]:
+    """logits [S, V] float32, 1 + k consecutive rows for a request with k drafts → each request's tokens, in order.
+
+    The first of a request's logits follow its last known token, the others one draft each. A request gets 1 to k + 1
+    tokens: the accepted drafts, then the recovered or the bonus token. Where its first logits are not finite it gets a
+    single one with `error`; where later ones are not, its tokens end before them. `logits` is not changed.
+    """
+    needed = sum(1 + len(entry.draft_token_ids) for entry in rows)
+    if logits.shape[0] != needed:
+        raise ValueError(f"logits: {logits.shape[0]} rows were given, the requests and their drafts have {needed}")
+    token_ids, finite = likeliest(logits)
+    emitted: list[list[int]] = []
+    start = 0
+    for entry in rows:
+        drafts = entry.draft_token_ids
+        stop = start + 1 + len(drafts)
+        if not all(finite[start:stop]):
+            drafts = drafts[: max(0, finite.index(False, start) - start - 1)]
+        if not finite[start]:
+            emitted.append([])
+        elif entry.row.params.greedy and not entry.row.changes_logits:
+            emitted.append(_agreeing(token_ids[start : start + 1 + len(drafts)], drafts))
+        else:
+            emitted.append(_coupled(logits[start:stop], entry.row, drafts))
+        start = stop
+    return _with_logprobs(logits, rows, emitted)
+
+
+def _agreeing(token_ids: list[int], drafts: Sequence[int]) -> list[int]:
+    """The target's own tokens up to the first that its draft does not equal, that one included."""
+    for place, draft in enumerate(drafts):
+        if token_ids[place] != draft:
+            return token_ids[: place + 1]
+    return token_ids
+
+
+def _coupled(logits: torch.Tensor, row: SamplingRow, drafts: Sequence[int]) -> list[int]:
+    """As `_agreeing`, sampling one position after the other: none is sampled that cannot be emitted."""
+    token_ids: list[int] = []
+    for place in range(len(drafts) + 1):
+        token_ids.append(sample_row(logits[place], continued(row, drafts[:place])))
+        if place < len(drafts) and token_ids[place] != drafts[place]:
+            break
+    return token_ids
+
+
+def _with_logprobs(
+    logits: torch.Tensor, rows: Sequence[VerifyRow], emitted: Sequence[list[int]]
+) -> list[list[SampledToken]]:
+    """Each request's tokens, with logprobs where it wants them: all of a step's in one pass."""
+    places: list[int] = []
+    token_ids: list[int] = []
+    counts: list[int] = []
+    start = 0
+    for entry, tokens in zip(rows, emitted, strict=True):
+        if entry.row.params.logprobs is not None:
+            places.extend(range(start, start + len(tokens)))
+            token_ids.extend(tokens)
+            counts.extend([entry.row.params.logprobs] * len(tokens))
+        start += 1 + len(entry.draft_token_ids)
+    found = iter(token_logprobs(logits[places], token_ids, counts) if places else ())
+    return [
+        [SampledToken(token, next(found) if entry.row.params.logprobs is not None else None) for token in tokens]
+        if tokens
+        else [SampledToken(-1, error=NOT_FINITE_MESSAGE)]
+        for entry, tokens in zip(rows, emitted, strict=True)
+    ]
