@@ -3,10 +3,13 @@
 No generator is advanced, so the noise of a position does not depend on which positions were sampled before, in which
 batch, or on which device. The bits are SplitMix64's (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 Generators", OOPSLA 2014): a stream for each (seed, choice, position), one number in it for each token id.
+
+Speculation needs more noise than the target's own, each independent of all others: see `Purpose`.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Final
 
 import torch
@@ -19,6 +22,17 @@ _CHUNK: Final = 16384
 """Token ids at a time on a CPU: in its caches, and below where torch wakes threads for each of a dozen short passes."""
 
 
+class Purpose(IntEnum):
+    """What noise beside the target's own is for."""
+
+    DRAFT = 1
+    """Sampling a draft"""
+    ACCEPT = 2
+    """Deciding whether it stays"""
+    RECOVER = 3
+    """Sampling the token in place of one that does not"""
+
+
 def choice_key(seed: int, choice_index: int) -> int:
     """The 64-bit key of a choice, from which those of its positions are made."""
     key = _mix((seed + _GOLDEN) & _MASK)
@@ -28,6 +42,23 @@ def choice_key(seed: int, choice_index: int) -> int:
 def stream_key(seed: int, choice_index: int, position: int) -> int:
     """The 64-bit key of the noise of output token `position` (0 for the first) of a choice."""
     return _mix((choice_key(seed, choice_index) + (position + 1) * _GOLDEN) & _MASK)
+
+
+def slot_key(seed: int, choice_index: int, start: int, slot: int, purpose: Purpose) -> int:
+    """The 64-bit key of the noise for draft `slot` of a step whose first token has output index `start`.
+
+    Not for output index start + slot: a step may look at drafts that it does not emit (block verification decides by
+    all of them), and the next step, whose `start` is another, must find fresh noise at their places.
+    """
+    # From a choice's key, positions go forward and purposes backward: their keys never meet.
+    key = _mix((choice_key(seed, choice_index) - purpose * _GOLDEN) & _MASK)
+    key = _mix((key + (start + 1) * _GOLDEN) & _MASK)
+    return _mix((key + (slot + 1) * _GOLDEN) & _MASK)
+
+
+def uniform(key: int) -> float:
+    """A number from 0 to 1 - 2**-53, in steps of 2**-53: less than h with probability h, to that precision."""
+    return (_mix((key + _GOLDEN) & _MASK) >> 11) * 2.0**-53
 
 
 def stream_keys(choice_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -118,5 +118,14 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tens
         size = min(limit, size * 16)
 
 
+def distribution(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """[V] raw logits → [V] float64: the probabilities that the row's next token is sampled by. Not for greedy rows."""
+    if row.changes_logits:
+        logits = adjust(logits, row)
+    ids, scores = candidates(logits, row.params)
+    probs = scores.to(torch.float64).softmax(0)
+    return probs if ids is None else probs.new_zeros(logits.shape[0]).index_copy_(0, ids, probs)
+
+
 def _ids(tokens: Iterable[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(list(tokens), dtype=torch.int64, device=like.device)

@@ -66,6 +66,13 @@ def sample_row(logits: torch.Tensor, row: SamplingRow) -> int:
     return int(ids[likeliest((scores + gumbel(key, ids)).unsqueeze(0))[0][0]])
 
 
+def sample_law(law: torch.Tensor, key: int) -> int:
+    """A token by its probability in `law` [V], which need not be normalised but must not be 0 everywhere."""
+    ids = law.nonzero().flatten()
+    scores = law[ids].log().to(torch.float32) + gumbel(key, ids)
+    return int(ids[likeliest(scores.unsqueeze(0))[0][0]])
+
+
 def token_logprobs(raw: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     """Raw logits [N, V], before bias, penalties and temperature as in vLLM → those of a token each.
 

@@ -2,18 +2,27 @@
 
 `coupled`, the default, samples each position as plain decoding would: same parameters, same prefix, same noise. A draft
 is right iff it is that token, so the text is the one that plain decoding gives, whatever was drafted.
+
+`rejection` and `block` (`rules.py`) keep the law of the text instead of the text: what is accepted depends on the
+drafts. Their noise has streams of its own; a request without drafts, the bonus token and greedy requests are as in
+plain decoding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-from sol.sampling.processing import SamplingRow, continued
-from sol.sampling.sampler import NOT_FINITE_MESSAGE, SampledToken, likeliest, sample_row, token_logprobs
+from sol.sampling.noise import Purpose, slot_key, uniform
+from sol.sampling.processing import SamplingRow, continued, distribution
+from sol.sampling.sampler import NOT_FINITE_MESSAGE, SampledToken, likeliest, sample_law, sample_row, token_logprobs
 from sol.speculation.config import VerifyMethod
+from sol.speculation.verify import rules
+
+_RULES: Final = {"rejection": rules.rejection, "block": rules.block}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +43,11 @@ def verify(logits: torch.Tensor, rows: Sequence[VerifyRow], method: VerifyMethod
     The first of a request's logits follow its last known token, the others one draft each. A request gets 1 to k + 1
     tokens: the accepted drafts, then the recovered or the bonus token. Where its first logits are not finite it gets a
     single one with `error`; where later ones are not, its tokens end before them. `logits` is not changed.
+
+    ValueError for what whoever calls it should have seen to: another number of rows, drafts that are no tokens,
+    `draft_probs` of another shape, or that hold a draft impossible.
     """
-    needed = sum(1 + len(entry.draft_token_ids) for entry in rows)
-    if logits.shape[0] != needed:
-        raise ValueError(f"logits: {logits.shape[0]} rows were given, the requests and their drafts have {needed}")
+    _check(logits, rows)
     token_ids, finite = likeliest(logits)
     emitted: list[list[int]] = []
     start = 0
@@ -50,8 +60,10 @@ def verify(logits: torch.Tensor, rows: Sequence[VerifyRow], method: VerifyMethod
             emitted.append([])
         elif entry.row.params.greedy and not entry.row.changes_logits:
             emitted.append(_agreeing(token_ids[start : start + 1 + len(drafts)], drafts))
-        else:
+        elif method == "coupled" or entry.row.params.greedy:
             emitted.append(_coupled(logits[start:stop], entry.row, drafts))
+        else:
+            emitted.append(_by_rule(logits[start:stop], entry, drafts, _RULES[method]))
         start = stop
     return _with_logprobs(logits, rows, emitted)
 
@@ -72,6 +84,37 @@ def _coupled(logits: torch.Tensor, row: SamplingRow, drafts: Sequence[int]) -> l
         if place < len(drafts) and token_ids[place] != drafts[place]:
             break
     return token_ids
+
+
+def _by_rule(logits: torch.Tensor, entry: VerifyRow, drafts: Sequence[int], rule: rules.Rule) -> list[int]:
+    """The drafts that the rule accepts, and the token after them."""
+    row = entry.row
+    first = len(row.output_token_ids)
+
+    def target(place: int) -> torch.Tensor:
+        return distribution(logits[place], continued(row, drafts[:place]))
+
+    def accept(slot: int, probability: float) -> bool:
+        return uniform(slot_key(row.seed, row.choice_index, first, slot, Purpose.ACCEPT)) < probability
+
+    accepted, recovered = rule(target, drafts, entry.draft_probs, accept)
+    kept = list(drafts[:accepted])
+    if recovered is None:
+        return [*kept, sample_row(logits[accepted], continued(row, kept))]
+    return [*kept, sample_law(recovered, slot_key(row.seed, row.choice_index, first, accepted, Purpose.RECOVER))]
+
+
+def _check(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> None:
+    needed = sum(1 + len(entry.draft_token_ids) for entry in rows)
+    if logits.shape[0] != needed:
+        raise ValueError(f"logits: {logits.shape[0]} rows were given, the requests and their drafts have {needed}")
+    vocabulary = logits.shape[1]
+    for entry in rows:
+        drafts, probs = entry.draft_token_ids, entry.draft_probs
+        if drafts and not 0 <= min(drafts) <= max(drafts) < vocabulary:
+            raise ValueError(f"draft_token_ids: {list(drafts)} are not all from 0 to {vocabulary - 1}")
+        if probs is not None and probs.shape != (len(drafts), vocabulary):
+            raise ValueError(f"draft_probs: {tuple(probs.shape)} instead of {(len(drafts), vocabulary)}")
 
 
 def _with_logprobs(
