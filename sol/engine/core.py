@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +42,14 @@ class _Refusal:
     message: str
 
 
+@dataclass(slots=True)
+class _Step:
+    started_at: float
+    num_tokens: int
+    result: Callable[[], StepOutput]
+    """Waits for it."""
+
+
 _Item: TypeAlias = EngineRequest | _Abort | _Refusal | None
 
 
@@ -48,18 +58,30 @@ class EngineCore:
 
     `work_ahead` is how many steps may be planned and started before the oldest one is read: 0 where the host computes
     itself, 1 where a device does, so that it never waits for the host.
+    `clock` counts seconds; what a step took is what the engine decides about drafts by.
     `add`, `abort`, `refuse` and `wake` may be called from any thread, everything else from one.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo, *, work_ahead: int = 0) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        work_ahead: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.info = info
         self.dead: EngineDeadError | None = None
         """Set once a step has failed; from then on every step raises it."""
         self._scheduler = scheduler
         self._runner = runner
         self._work_ahead = work_ahead
-        self._started: deque[tuple[int, Callable[[], StepOutput]]] = deque()
-        """Steps that have not been read, oldest first: how many tokens each computes, and what waits for its result."""
+        self._clock = clock
+        self._read_at = -math.inf
+        """When the latest result was there"""
+        self._started: deque[_Step] = deque()
+        """Steps that have not been read, oldest first."""
         self._inbox: SimpleQueue[_Item] = SimpleQueue()
         self._awaited: list[_Item] = []
         """What `wait` has taken from the inbox; it comes before the rest."""
@@ -104,13 +126,20 @@ class EngineCore:
             raise self.dead
         outputs = self._take_in()
         computed = 0
+        started_at = self._clock()
         try:
             plan = self._scheduler.schedule() if self._scheduler.has_unfinished else None
             if plan is not None:
-                self._started.append((sum(plan.num_scheduled_tokens.values()), self._runner.submit(plan)))
+                num_tokens = sum(plan.num_scheduled_tokens.values())
+                self._started.append(_Step(started_at, num_tokens, self._runner.submit(plan)))
             if self._started and (plan is None or len(self._started) > self._work_ahead):
-                computed, result = self._started.popleft()
-                outputs += self._scheduler.update_from_output(result())
+                step = self._started.popleft()
+                result = step.result()
+                # A step that was started behind another one has the device from that one's end on.
+                since = max(step.started_at, self._read_at)
+                self._read_at = self._clock()
+                outputs += self._scheduler.update_from_output(result, self._read_at - since)
+                computed = step.num_tokens
         except Exception as error:
             logger.exception("the engine failed in a step")
             self.dead = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")

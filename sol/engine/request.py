@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sol.engine.types import EngineRequest
+from sol.engine.types import Draft, EngineRequest, SpeculationParams, SpeculationUsage
 from sol.errors import ContextLengthError, RequestError
 from sol.sampling_params import SamplingParams
 
@@ -30,6 +30,14 @@ class Request:
     """The KV cache of so many leading tokens is computed once the steps planned so far have run."""
     num_pending_tokens: int = 0
     """Tokens after `token_ids` that planned steps sample and whose results have not been read."""
+    num_verifying: int = 0
+    """Drafts that a planned step verifies; not 0 means that nothing more can be planned before it is read."""
+    draft: Draft | None = None
+    """What somebody proposes to come after the tokens that are known."""
+    awaits_drafts: bool = False
+    """Somebody drafts at the end of a planned step and writes ahead into its blocks: it waits for that."""
+    speculation: SpeculationParams | None = None
+    usage: SpeculationUsage = field(default_factory=SpeculationUsage)
     prefilling: bool = True
     """No step since it was given its place reaches its last token, so none samples it."""
     block_ids: list[int] = field(default_factory=list)
@@ -57,6 +65,11 @@ class Request:
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
+    def num_unplanned_tokens(self) -> int:
+        """How many more it may get after those."""
+        return self.max_num_tokens - self.num_planned_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         """Left to plan. The KV cache of a request's last possible token is never needed."""
         return min(self.num_planned_tokens, self.max_num_tokens - 1) - self.num_computed_tokens
@@ -67,6 +80,7 @@ class Request:
         End and stop tokens count once `min_tokens` tokens are out (the sampler masks them before that).
         """
         self.token_ids.append(token_id)
+        self.draft = None
         ends = self._is_end(token_id) or token_id in self.params.stop_token_ids
         if ends and self.num_output_tokens >= self.params.min_tokens:
             return "stop"
@@ -106,4 +120,5 @@ def make_request(wanted: EngineRequest, *, max_model_len: int, sequence: int) ->
         eos_token_ids=wanted.eos_token_ids,
         max_num_tokens=limit,
         sequence=sequence,
+        speculation=wanted.speculation,
     )

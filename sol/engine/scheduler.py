@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sol.config import SchedulerConfig
@@ -32,6 +33,7 @@ from sol.engine.block_pool import BlockPool
 from sol.engine.policy import FirstComeFirstServed
 from sol.engine.prefix_cache import PrefixCache
 from sol.engine.request import Request, make_request
+from sol.engine.speculation import PlannedRow, PlannedStep, Speculation, origins
 from sol.engine.types import (
     CachedRequestData,
     EngineRequest,
@@ -64,18 +66,10 @@ class _Budget:
             self.prefill_tokens -= count
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One request in a plan whose result has not been read."""
-
-    request: Request
-    sampled: bool
-
-
 class Scheduler:
     """Plans steps and reads their results. Not thread-safe; knows no tensor and no clock but for time stamps."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, speculation: Speculation | None = None) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_prefill_tokens", "block_size"):
             if getattr(config, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(config, name)}", param=name)
@@ -96,8 +90,11 @@ class Scheduler:
         """Running and waiting."""
         self._removed: list[str] = []
         """Left the runner since the last plan."""
-        self._unread: deque[list[_Row]] = deque()
-        """Of each plan that has not been read, oldest first."""
+        self._preempted: set[str] = set()
+        """Of those, the ones that wait to come back."""
+        self._unread: deque[PlannedStep] = deque()
+        """Plans that have not been read, oldest first."""
+        self._speculation = speculation
         self._next_sequence = 0
         self._stats = EngineStats()
 
@@ -113,6 +110,8 @@ class Scheduler:
         self._next_sequence += 1
         self._requests[request.request_id] = request
         self._policy.add(request)
+        if self._speculation:
+            self._speculation.add(request)
 
     def finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> RequestOutput | None:
         """End a request from outside, at any moment. Its last output; None if there is no such request (any more)."""
@@ -121,8 +120,9 @@ class Scheduler:
             return None
         if request.block_ids:
             self._running.remove(request)
+        output = self._output(request, [], None, reason, error=error)
         self._leave(request)
-        return _output(request, [], None, reason, error=error)
+        return output
 
     def finish_all(self, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
         return [o for request_id in list(self._requests) if (o := self.finish(request_id, reason, error)) is not None]
@@ -134,9 +134,14 @@ class Scheduler:
 
         None if everything depends on a result that has not been read; never if there is no such result.
         """
-        self._unread.append([])
+        step = PlannedStep([])
+        self._unread.append(step)
         plan = SchedulerOutput(
-            num_scheduled_tokens={}, new_requests=[], cached_requests=[], removed_request_ids=self._removed
+            num_scheduled_tokens={},
+            new_requests=[],
+            cached_requests=[],
+            removed_request_ids=self._removed,
+            preempted_request_ids=self._preempted,
         )
         budget = self._budget()
         self._schedule_running(plan, budget)
@@ -146,7 +151,13 @@ class Scheduler:
             if not self._unread:
                 raise RuntimeError("the scheduler made an empty plan")
             return None
-        self._removed = []
+        self._removed, self._preempted = [], set()
+        if self._speculation:
+            most = self.config.max_num_logits_rows or budget.tokens
+            num_rows = sum(row.sampled for row in step.rows)
+            self._speculation.extend(
+                plan, step, max_tokens=budget.tokens, max_rows=most - num_rows, reserve=self._reserver()
+            )
         return plan
 
     def _budget(self) -> _Budget:
@@ -161,23 +172,49 @@ class Scheduler:
         return _Budget(total, max(1, min(self.config.max_num_prefill_tokens, total - decoding)))
 
     def _schedule_running(self, plan: SchedulerOutput, budget: _Budget) -> None:
+        held_back = self._held_back()
         for request in self._running.copy():
             count = budget.grant(request)
             if count == 0 or not request.block_ids:  # no turn in this step, or preempted since the loop began
+                continue
+            if request.request_id in held_back:
                 continue
             needed = self._num_blocks(request.num_computed_tokens + count) - len(request.block_ids)
             if not self._make_room(request, needed):
                 continue
             new_block_ids = self.pool.allocate(needed) if needed > 0 else []
             request.block_ids += new_block_ids
-            plan.cached_requests.append(
-                CachedRequestData(
-                    request_id=request.request_id,
-                    num_computed_tokens=request.num_computed_tokens,
-                    new_block_ids=new_block_ids,
-                )
+            entry = CachedRequestData(
+                request_id=request.request_id,
+                num_computed_tokens=request.num_computed_tokens,
+                new_block_ids=new_block_ids,
             )
-            self._advance(plan, budget, request, count)
+            plan.cached_requests.append(entry)
+            self._advance(plan, budget, request, count, entry)
+
+    def _held_back(self) -> set[str]:
+        """Requests that cannot, or had better not, be planned before the steps under way have been read."""
+        pending = [request for request in self._running if request.num_pending_tokens]
+        if not pending or self._speculation is None:
+            return set()
+        held = {request.request_id for request in pending if request.num_verifying or request.awaits_drafts}
+        return held | self._speculation.waiting_for_result(pending)
+
+    def _reserver(self) -> Callable[[PlannedRow, int], int]:
+        """Gives a row of the plan just made more blocks, but for the ones that running requests may soon need."""
+        growing = sum(self._may_grow(request) for request in self._running)
+
+        def reserve(row: PlannedRow, num_tokens: int) -> int:
+            request, entry = row.request, row.entry
+            needed = self._num_blocks(num_tokens) - len(request.block_ids)
+            count = min(needed, self.pool.num_free - growing)
+            if count > 0:
+                block_ids = self.pool.allocate(count)
+                request.block_ids += block_ids
+                (entry.block_ids if isinstance(entry, NewRequestData) else entry.new_block_ids).extend(block_ids)
+            return min(num_tokens, len(request.block_ids) * self.config.block_size)
+
+        return reserve
 
     def _schedule_waiting(self, plan: SchedulerOutput, budget: _Budget) -> None:
         growing = sum(self._may_grow(request) for request in self._running)
@@ -193,20 +230,20 @@ class Scheduler:
                 break
             self._admit(request, found, needed)
             growing += self._may_grow(request)
-            plan.new_requests.append(
-                NewRequestData(
-                    request_id=request.request_id,
-                    token_ids=request.token_ids.copy(),
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    num_computed_tokens=request.num_computed_tokens,
-                    block_ids=request.block_ids.copy(),
-                    params=request.params,
-                    seed=request.seed,
-                    choice_index=request.choice_index,
-                    eos_token_ids=request.eos_token_ids,
-                )
+            entry = NewRequestData(
+                request_id=request.request_id,
+                token_ids=request.token_ids.copy(),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=request.num_computed_tokens,
+                block_ids=request.block_ids.copy(),
+                params=request.params,
+                seed=request.seed,
+                choice_index=request.choice_index,
+                eos_token_ids=request.eos_token_ids,
+                tenant=request.speculation.tenant if request.speculation else None,
             )
-            self._advance(plan, budget, request, budget.grant(request))
+            plan.new_requests.append(entry)
+            self._advance(plan, budget, request, budget.grant(request), entry)
 
     def _admit(self, request: Request, found: list[int], needed: int) -> None:
         self._policy.remove(request)
@@ -223,13 +260,23 @@ class Scheduler:
                 self._stats.prefix_cache_queries += request.num_prompt_tokens
                 self._stats.prefix_cache_hits += request.num_cached_tokens
 
-    def _advance(self, plan: SchedulerOutput, budget: _Budget, request: Request, count: int) -> None:
+    def _advance(
+        self,
+        plan: SchedulerOutput,
+        budget: _Budget,
+        request: Request,
+        count: int,
+        entry: NewRequestData | CachedRequestData,
+    ) -> None:
+        decoding = not request.prefilling
         budget.spend(request, count)
         plan.num_scheduled_tokens[request.request_id] = count
         request.num_computed_tokens += count
         request.prefilling = request.num_uncomputed_tokens > 0
         request.num_pending_tokens += not request.prefilling
-        self._unread[-1].append(_Row(request, sampled=not request.prefilling))
+        self._unread[-1].rows.append(
+            PlannedRow(request, entry, sampled=not request.prefilling, decoding=decoding and not request.prefilling)
+        )
         if self._cache:
             self._cache.publish(request)
 
@@ -241,6 +288,8 @@ class Scheduler:
                 return False
             self._running.remove(victim)
             self._leave_runner(victim)
+            self._preempted.add(victim.request_id)
+            victim.draft = None
             self._policy.put_back(victim)
             self._stats.num_preemptions += 1
         return True
@@ -254,6 +303,8 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Forget a request. Whoever calls takes it off `_running`, if it is there."""
         del self._requests[request.request_id]
+        if self._speculation:
+            self._speculation.remove(request)
         if request.block_ids:
             self._leave_runner(request)
         else:
@@ -268,40 +319,53 @@ class Scheduler:
 
     # ── reading results ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def update_from_output(self, result: StepOutput) -> list[RequestOutput]:
-        """Read the result of the oldest plan that has not been read.
+    def update_from_output(self, result: StepOutput, seconds: float | None = None) -> list[RequestOutput]:
+        """Read the result of the oldest plan that has not been read; `seconds` is how long it took, if that is known.
 
         Appends what was sampled, ends what is at its end, and frees its blocks. A row may bring several tokens
         (accepted drafts); those after the one that ends the request are dropped, before anything is emitted or
         published, and so is what later plans sample for it. Raises `RuntimeError` if the result does not answer the
         plan.
         """
+        step = self._unread.popleft()
         outputs = []
-        for row in self._unread.popleft():
-            request = row.request
-            request.num_pending_tokens -= row.sampled
-            if self._requests.get(request.request_id) is not request:  # ended since it was planned
-                continue
-            if request.request_id in result.errors:
-                if self._cache:
-                    self._cache.withdraw(request)  # whatever is wrong may be in its KV cache
-                self._leave(request)
-                outputs.append(_output(request, [], None, "error", error=result.errors[request.request_id]))
-                continue
-            sampled = result.sampled_token_ids.get(request.request_id, [])
-            if row.sampled != bool(sampled):
-                raise RuntimeError(f"the runner sampled {len(sampled)} tokens for {request.request_id!r} out of turn")
-            if sampled:
-                outputs.append(self._take(request, sampled, result.logprobs.get(request.request_id)))
+        for row in step.rows:
+            output = self._read(row, result)
+            if output is not None:
+                outputs.append(output)
         self._running = [request for request in self._running if request.block_ids]
+        if self._speculation:
+            self._speculation.observe(step, result, seconds)
         return outputs
 
-    def _take(self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None) -> RequestOutput:
+    def _read(self, row: PlannedRow, result: StepOutput) -> RequestOutput | None:
+        request = row.request
+        request.num_pending_tokens -= row.most_new_tokens
+        request.num_verifying -= row.num_drafts
+        if self._requests.get(request.request_id) is not request:  # ended since it was planned
+            return None
+        if request.request_id in result.errors:
+            if self._cache:
+                self._cache.withdraw(request)  # whatever is wrong may be in its KV cache
+            output = self._output(request, [], None, "error", error=result.errors[request.request_id])
+            self._leave(request)
+            return output
+        sampled = result.sampled_token_ids.get(request.request_id, [])
+        if not int(row.sampled) <= len(sampled) <= row.most_new_tokens:
+            raise RuntimeError(f"the runner sampled {len(sampled)} tokens for {request.request_id!r} out of turn")
+        return self._take(row, sampled, result) if sampled else None
+
+    def _take(self, row: PlannedRow, sampled: list[int], result: StepOutput) -> RequestOutput:
+        request = row.request
+        logprobs = result.logprobs.get(request.request_id)
         if request.params.logprobs is not None and (logprobs is None or len(logprobs) != len(sampled)):
             raise RuntimeError(f"the runner gave no logprobs for {request.request_id!r}")
         if not request.num_output_tokens:
             request.first_token_time = time.monotonic()
             self._stats.num_prompt_tokens += request.num_prompt_tokens
+        num_accepted = len(sampled) - 1
+        if request.block_ids:  # not preempted since
+            request.num_computed_tokens -= row.num_drafts - num_accepted
         kept = []
         reason = None
         for token_id in sampled:
@@ -310,11 +374,41 @@ class Scheduler:
             if reason is not None:
                 break
         self._stats.num_generated_tokens += len(kept)
+        request.awaits_drafts = False
+        if self._speculation:
+            self._speculation.count(row, num_accepted)
+        output = self._output(request, kept, logprobs, reason, origins=origins(row, len(kept), num_accepted))
         if reason is not None:
             self._leave(request)
-        elif self._cache:
-            self._cache.publish(request)
-        return _output(request, kept, logprobs, reason)
+        else:
+            request.draft = result.drafts.get(request.request_id)
+            if self._cache:
+                self._cache.publish(request)
+        return output
+
+    def _output(
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        reason: FinishReason | None,
+        *,
+        error: str | None = None,
+        origins: list[str] | None = None,
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=request.request_id,
+            new_token_ids=new_token_ids,
+            logprobs=None if request.params.logprobs is None else (logprobs or [])[: len(new_token_ids)],
+            finish_reason=reason,
+            stop_token_id=request.stop_token() if reason == "stop" else None,
+            error=error,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            scheduled_time=request.scheduled_time,
+            first_token_time=request.first_token_time,
+            origins=origins,
+            speculation=self._speculation.usage(request, finished=reason is not None) if self._speculation else None,
+        )
 
     # ── watching ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -324,6 +418,8 @@ class Scheduler:
         stats.num_running = len(self._running)
         stats.num_waiting = len(self._policy)
         stats.kv_cache_usage = self.pool.usage
+        if self._speculation:
+            self._speculation.add_stats(stats)
         return stats
 
     def check_integrity(self) -> None:
@@ -333,9 +429,14 @@ class Scheduler:
         assert order == sorted(set(order)), f"requests are out of order: {order}"
         assert {r.request_id: r for r in self._running + waiting} == self._requests, "a request is lost or stands twice"
         assert len(self._running) <= self.config.max_num_seqs, "more requests run than max_num_seqs"
-        pending = Counter(row.request for rows in self._unread for row in rows if row.sampled)
+        pending: Counter[Request] = Counter()
+        verifying: Counter[Request] = Counter()
+        for row in (row for step in self._unread for row in step.rows):
+            pending[row.request] += row.most_new_tokens
+            verifying[row.request] += row.num_drafts
         for name, request in self._requests.items():
             assert request.num_pending_tokens == pending[request], f"{name!r}: pending tokens are miscounted"
+            assert request.num_verifying == verifying[request], f"{name!r}: drafts under way are miscounted"
         for request in waiting:
             assert not request.block_ids, f"{request.request_id!r} waits with blocks"
             assert request.num_computed_tokens == 0, f"{request.request_id!r} waits with computed tokens"
@@ -344,28 +445,8 @@ class Scheduler:
             assert request.num_tokens < request.max_num_tokens, f"{name!r}: past its end"
             assert request.num_uncomputed_tokens >= 0, f"{name!r}: computes past its end"
             assert held >= self._num_blocks(request.num_computed_tokens), f"{name!r}: too few blocks"
-            assert held <= self._num_blocks(request.num_planned_tokens), f"{name!r}: too many blocks"
+            most = request.num_planned_tokens + (self._speculation.most_ahead if self._speculation else 0)
+            assert held <= self._num_blocks(most), f"{name!r}: too many blocks"
             if self._cache:
                 self._cache.check_integrity(request)
         self.pool.check_integrity([request.block_ids for request in self._running])
-
-
-def _output(
-    request: Request,
-    new_token_ids: list[int],
-    logprobs: list[TokenLogprobs] | None,
-    reason: FinishReason | None,
-    *,
-    error: str | None = None,
-) -> RequestOutput:
-    return RequestOutput(
-        request_id=request.request_id,
-        new_token_ids=new_token_ids,
-        logprobs=None if request.params.logprobs is None else (logprobs or [])[: len(new_token_ids)],
-        finish_reason=reason,
-        stop_token_id=request.stop_token() if reason == "stop" else None,
-        error=error,
-        num_cached_tokens=request.num_cached_tokens or 0,
-        scheduled_time=request.scheduled_time,
-        first_token_time=request.first_token_time,
-    )

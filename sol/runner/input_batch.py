@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sol.engine.types import CachedRequestData, NewRequestData, SchedulerOutput
+from sol.engine.types import CachedRequestData, NewRequestData, ProposalPlan, SchedulerOutput
 from sol.ops import RaggedBatch
 from sol.sampling.processing import SamplingRow
+from sol.speculation.propose import ProposalRow
+from sol.speculation.verify import VerifyRow
 
 _Ints = npt.NDArray[np.int64]
 
@@ -18,7 +20,16 @@ _Ints = npt.NDArray[np.int64]
 class HeldRequest:
     """Tokens and blocks of one request, kept between steps so that a plan need only say what changed."""
 
-    __slots__ = ("_block_ids", "_num_blocks", "num_computed_tokens", "output_token_ids", "prompt_token_ids", "row")
+    __slots__ = (
+        "_block_ids",
+        "_num_blocks",
+        "draft_probs",
+        "num_computed_tokens",
+        "output_token_ids",
+        "prompt_token_ids",
+        "row",
+        "tenant",
+    )
 
     def __init__(self, data: NewRequestData) -> None:
         self.prompt_token_ids = np.array(data.token_ids[: data.num_prompt_tokens], dtype=np.int64)
@@ -26,6 +37,9 @@ class HeldRequest:
         self.num_computed_tokens = data.num_computed_tokens
         self._block_ids: _Ints = np.array(data.block_ids, dtype=np.int64)
         self._num_blocks = len(data.block_ids)
+        self.draft_probs: torch.Tensor | None = None
+        """[k, vocab_size]: what the drafts at hand were sampled from; None unless they were"""
+        self.tenant = data.tenant
         self.row = SamplingRow(
             params=data.params,
             seed=data.seed,
@@ -51,6 +65,16 @@ class HeldRequest:
                 self._block_ids = np.resize(self._block_ids, 2 * wanted)
             self._block_ids[self._num_blocks : wanted] = data.new_block_ids
             self._num_blocks = wanted
+
+    def proposal_row(self, request_id: str, max_tokens: int) -> ProposalRow:
+        return ProposalRow(
+            request_id=request_id,
+            sampling=self.row,
+            max_tokens=max_tokens,
+            block_ids=self.block_ids,
+            num_computed_tokens=self.num_tokens - 1,
+            tenant=self.tenant,
+        )
 
     def tokens(self, start: int, stop: int) -> _Ints:
         prompt = self.prompt_token_ids
@@ -83,9 +107,13 @@ class InputBatch:
             self._requests.pop(request_id, None)
 
     def build(self, plan: SchedulerOutput) -> tuple[RaggedBatch, list[str]]:
-        """The step's tensors, and which requests have their last known token in it and so are to be sampled."""
+        """The step's tensors, and which requests have their last known token in it and so are to be sampled.
+
+        Drafts come after that token. Each has a row of logits of its own, and all of a request's are consecutive.
+        """
         tokens, positions, slots, tables = [], [], [], []
-        query_lens, seq_lens, logits_rows, sampled = [], [], [], []
+        query_lens, seq_lens, sampled = [], [], []
+        logits_rows: list[int] = []
         num_rows = 0
         for request_id, count in plan.num_scheduled_tokens.items():
             request = self._requests[request_id]
@@ -93,15 +121,20 @@ class InputBatch:
             stop = start + count
             span = np.arange(start, stop, dtype=np.int64)
             block_ids = request.block_ids
-            tokens.append(request.tokens(start, stop))
+            drafts = plan.draft_token_ids.get(request_id)
+            if drafts is None:
+                tokens.append(request.tokens(start, stop))
+            else:
+                tokens += [request.tokens(start, stop - len(drafts)), np.array(drafts, dtype=np.int64)]
             positions.append(span)
             slots.append(block_ids[span // self._block_size] * self._block_size + span % self._block_size)
             tables.append(block_ids)
             query_lens.append(count)
             seq_lens.append(stop)
             num_rows += count
-            if stop == request.num_tokens:
-                logits_rows.append(num_rows - 1)
+            num_drafts = 0 if drafts is None else len(drafts)
+            if stop - num_drafts == request.num_tokens:
+                logits_rows += range(num_rows - 1 - num_drafts, num_rows)
                 sampled.append(request_id)
         table = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
         for index, block_ids in enumerate(tables):
@@ -120,9 +153,27 @@ class InputBatch:
     def sampling_rows(self, request_ids: Iterable[str]) -> list[SamplingRow]:
         return [self._requests[request_id].row for request_id in request_ids]
 
-    def append(self, request_id: str, token_id: int) -> None:
-        """A sampled token: the input of the request's next step."""
-        self._requests[request_id].output_token_ids.append(token_id)
+    def verify_rows(self, request_ids: Iterable[str], drafts: Mapping[str, list[int]]) -> list[VerifyRow]:
+        rows = []
+        for request_id in request_ids:
+            held, draft = self._requests[request_id], drafts.get(request_id, ())
+            probs, held.draft_probs = held.draft_probs, None
+            rows.append(VerifyRow(held.row, draft, None if probs is None or not draft else probs[: len(draft)]))
+        return rows
+
+    def append(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Sampled tokens: the last one is the input of the request's next step."""
+        self._requests[request_id].output_token_ids += token_ids
+
+    def proposal_rows(self, plans: Mapping[str, ProposalPlan]) -> dict[str, ProposalRow]:
+        """Of the requests that are to be drafted for, as they are after the step."""
+        return {
+            request_id: self._requests[request_id].proposal_row(request_id, plan.max_tokens)
+            for request_id, plan in plans.items()
+        }
+
+    def set_draft_probs(self, request_id: str, probs: torch.Tensor | None) -> None:
+        self._requests[request_id].draft_probs = probs
 
     def _tensor(self, values: _Ints) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)

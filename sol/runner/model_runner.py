@@ -1,4 +1,4 @@
-"""Carries out plans: batch, forward pass, sampling."""
+"""Carries out plans: batch, forward pass, sampling or verification, drafting."""
 
 from __future__ import annotations
 
@@ -6,18 +6,32 @@ from collections.abc import Callable
 
 import torch
 
-from sol.engine.types import NewRequestData, SchedulerOutput, StepOutput
+from sol.engine.types import Draft, NewRequestData, SchedulerOutput, StepOutput
 from sol.ops import Executor
+from sol.runner.drafters import Drafters
 from sol.runner.input_batch import InputBatch
-from sol.sampling.sampler import sample
+from sol.sampling.sampler import SampledToken, sample
 from sol.sampling_params import SamplingParams
+from sol.speculation.config import VerifyMethod
+from sol.speculation.verify import verify
 
 
 class ModelRunner:
     """Implements `sol.engine.core.Runner` for one model on one device, each step to its end before the next."""
 
-    def __init__(self, executor: Executor, *, block_size: int, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        block_size: int,
+        num_blocks: int,
+        device: torch.device,
+        drafters: Drafters | None = None,
+        verify_method: VerifyMethod = "coupled",
+    ) -> None:
         self._executor = executor
+        self._drafters = drafters
+        self._verify_method: VerifyMethod = verify_method
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._batch = InputBatch(block_size, device)
@@ -28,21 +42,51 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> StepOutput:
+        self._forget(plan)
         self._batch.apply(plan)
         batch, sampled = self._batch.build(plan)
         logits = self._executor.forward(batch)
         result = StepOutput(sampled_token_ids={}, logprobs={}, errors={})
         if not sampled:
             return result
-        for request_id, token in zip(sampled, sample(logits, self._batch.sampling_rows(sampled)), strict=True):
-            if token.error is not None:
-                result.errors[request_id] = token.error
+        for request_id, tokens in zip(sampled, self._choose(plan, logits, sampled), strict=True):
+            if tokens[0].error is not None:
+                result.errors[request_id] = tokens[0].error
                 continue
-            self._batch.append(request_id, token.token_id)
-            result.sampled_token_ids[request_id] = [token.token_id]
-            if token.logprobs is not None:
-                result.logprobs[request_id] = [token.logprobs]
+            token_ids = [token.token_id for token in tokens]
+            self._batch.append(request_id, token_ids)
+            result.sampled_token_ids[request_id] = token_ids
+            if tokens[0].logprobs is not None:
+                result.logprobs[request_id] = [token.logprobs for token in tokens if token.logprobs is not None]
+        if plan.proposals and self._drafters is not None:
+            self._draft(plan, result, self._drafters)
         return result
+
+    def _choose(self, plan: SchedulerOutput, logits: torch.Tensor, sampled: list[str]) -> list[list[SampledToken]]:
+        if plan.draft_token_ids:
+            rows = self._batch.verify_rows(sampled, plan.draft_token_ids)
+            return verify(logits, rows, self._verify_method)
+        return [[token] for token in sample(logits, self._batch.sampling_rows(sampled))]
+
+    def _draft(self, plan: SchedulerOutput, result: StepOutput, drafters: Drafters) -> None:
+        wanted = {name: one for name, one in plan.proposals.items() if name in result.sampled_token_ids}
+        answer = drafters.propose(wanted, self._batch.proposal_rows(wanted))
+        result.draftings = answer.draftings
+        for request_id, (name, proposal) in answer.proposals.items():
+            self._batch.set_draft_probs(request_id, proposal.probs)
+            result.drafts[request_id] = Draft(
+                drafter=name,
+                token_ids=proposal.token_ids,
+                scores=proposal.scores,
+                sampled=proposal.probs is not None,
+            )
+
+    def _forget(self, plan: SchedulerOutput) -> None:
+        if self._drafters is not None and plan.removed_request_ids:
+            preempted = plan.preempted_request_ids
+            removed = plan.removed_request_ids
+            self._drafters.forget([name for name in removed if name not in preempted], finished=True)
+            self._drafters.forget([name for name in removed if name in preempted], finished=False)
 
     def run_worst_case(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
         """The largest step there can be, once, before anybody waits: it must fit, and first calls are slow."""

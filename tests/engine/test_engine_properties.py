@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from token_runner import EOS, VOCAB_SIZE, TokenRunner, expected_output, make_core, make_request
+from token_runner import EOS, VOCAB_SIZE, ArbitraryController, TokenRunner, expected_output, make_core, make_request
 
 from sol.config import SchedulerConfig
-from sol.engine.types import EngineRequest, RequestOutput
+from sol.engine.speculation import Speculation
+from sol.engine.types import TARGET, EngineRequest, RequestOutput, SpeculationParams
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Client:
     """Drives a core, and collects what each request gets."""
 
     config: SchedulerConfig
-    burst: int
+    num_speculative_tokens: int = 0
     work_ahead: int = 0
     requests: dict[str, EngineRequest] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -89,8 +90,14 @@ class Client:
     counted: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.runner = TokenRunner(self.config, self.burst)
-        self.core = make_core(self.config, self.runner, self.work_ahead)
+        self.runner = TokenRunner(self.config)
+        self.controller = ArbitraryController(len(self.config.__slots__) + self.num_speculative_tokens)
+        speculation = None
+        if self.num_speculative_tokens:
+            speculation = Speculation(
+                self.controller, num_speculative_tokens=self.num_speculative_tokens, caching=["caching"]
+            )
+        self.core = make_core(self.config, self.runner, self.work_ahead, speculation)
 
     def arrive(self, arrive: Arrive) -> None:
         prompt = [(arrive.text * 7 + i * i) % VOCAB_SIZE for i in range(arrive.length)] + arrive.tail
@@ -107,6 +114,7 @@ class Client:
                 stop_token_ids=arrive.stop_token_ids,
                 logprobs=arrive.logprobs,
             )
+            request.speculation = SpeculationParams(include_origins=True)
             self.requests[request.request_id] = request
             self.tokens[request.request_id] = []
             self.core.add([request])
@@ -127,6 +135,10 @@ class Client:
             if item.logprobs is not None:
                 assert [p.top[0][0] for p in item.logprobs if p.top] in ([], item.new_token_ids)
                 assert len(item.logprobs) == len(item.new_token_ids)
+            if item.origins is not None:
+                assert len(item.origins) == len(item.new_token_ids)
+                drafted = sum(origin != TARGET for origin in item.origins)
+                assert all(origin == TARGET for origin in item.origins[drafted:]), "a draft after the target's token"
             if item.finish_reason is not None:
                 self.last[item.request_id] = item
         for name in ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "num_prompt_tokens",
@@ -162,18 +174,21 @@ class Client:
         assert self.counted["num_generated_tokens"] == sum(len(t) for t in self.tokens.values())
         assert self.counted["iteration_tokens"] == self.runner.num_computed_tokens
         assert self.counted["prefix_cache_hits"] <= self.counted["prefix_cache_queries"]
+        assert not self.controller.open
+        accepted = sum(emission.num_accepted_tokens for emission in self.controller.emissions)
+        assert accepted <= self.runner.num_accepted_tokens
 
 
 @settings(max_examples=250, deadline=None)
 @given(
     config=configs(),
-    burst_and_depth=st.sampled_from([(1, 0), (1, 1), (1, 1), (1, 2), (3, 0)]),
+    drafts_and_depth=st.sampled_from([(0, 0), (0, 1), (0, 2), (1, 0), (4, 0), (9, 0), (4, 1), (9, 1), (4, 2)]),
     script=SCRIPTS,
 )
 def test_every_request_gets_what_it_would_get_alone(
-    config: SchedulerConfig, burst_and_depth: tuple[int, int], script: list[object]
+    config: SchedulerConfig, drafts_and_depth: tuple[int, int], script: list[object]
 ) -> None:
-    client = Client(config, *burst_and_depth)
+    client = Client(config, *drafts_and_depth)
     for action in script:
         if isinstance(action, Arrive):
             client.arrive(action)
@@ -199,7 +214,7 @@ def test_the_property_is_not_vacuous(work_ahead: int) -> None:
         num_blocks=16,
         enable_prefix_caching=True,
     )
-    client = Client(config, 1, work_ahead)
+    client = Client(config, 4, work_ahead)
     for text in (0, 1, 0):
         client.arrive(
             Arrive(
@@ -216,3 +231,4 @@ def test_the_property_is_not_vacuous(work_ahead: int) -> None:
     ]
     assert shared
     assert max(len(p.num_scheduled_tokens) for p in client.runner.plans) > 1
+    assert client.runner.num_accepted_tokens > 5

@@ -8,22 +8,30 @@ computed, or losing count after a preemption is therefore an assertion error or 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sol.config import SchedulerConfig
 from sol.engine.core import EngineCore
 from sol.engine.scheduler import Scheduler
+from sol.engine.speculation import Speculation
 from sol.engine.types import (
+    Draft,
+    DrafterStats,
+    Drafting,
     EngineInfo,
     EngineRequest,
     NewRequestData,
+    ProposalPlan,
     SchedulerOutput,
+    SpeculationParams,
     StepOutput,
     TokenLogprobs,
 )
 from sol.sampling_params import SamplingParams
+from sol.speculation.plan.types import Candidate, Drafter, Emission, StepShape
 
 VOCAB_SIZE = 64
 EOS = 0
@@ -67,11 +75,12 @@ class _Row:
 
 
 class TokenRunner:
-    """`burst` tokens are sampled a row and step, as if drafts had been accepted."""
+    """Verifies the drafts of a plan, and drafts where it says so: about `right` percent of the tokens are right."""
 
-    def __init__(self, config: SchedulerConfig, burst: int = 1) -> None:
+    def __init__(self, config: SchedulerConfig, right: int = 70) -> None:
         self.config = config
-        self.burst = burst
+        self.right = right
+        self.num_accepted_tokens = 0
         self.rows: dict[str, _Row] = {}
         self.slots: list[tuple[int, int, bytes] | None] = [None] * (config.num_blocks * config.block_size)
         self.plans: list[SchedulerOutput] = []
@@ -92,20 +101,40 @@ class TokenRunner:
         logprobs: dict[str, list[TokenLogprobs]] = {}
         for name, count in plan.num_scheduled_tokens.items():
             row = self.rows[name]
+            drafts = plan.draft_token_ids.get(name, [])
             row.num_computed += count
             self.num_computed_tokens += count
-            read = self._read(row)
-            if row.num_computed < len(row.tokens):
+            read = self._read(row, drafts)
+            if row.num_computed < len(row.tokens) + len(drafts):
                 continue
+            read = read[: len(row.tokens)]
             sampled[name] = []
-            for _ in range(self.burst):
+            for draft in [*drafts, None]:
                 token = next_token(read + sampled[name], row.data.seed, row.data.choice_index)
                 sampled[name].append(token)
+                if token != draft:
+                    break
+            num_accepted = len(sampled[name]) - 1
+            self.num_accepted_tokens += num_accepted
+            row.num_computed -= len(drafts) - num_accepted
             row.tokens += sampled[name]
             wanted = row.data.params.logprobs
             if wanted is not None:
                 logprobs[name] = [logprobs_of(token, wanted) for token in sampled[name]]
-        return StepOutput(sampled_token_ids=sampled, logprobs=logprobs)
+        result = StepOutput(sampled_token_ids=sampled, logprobs=logprobs)
+        for name, wish in plan.proposals.items():
+            token_ids = self._draft(self.rows[name], wish.max_tokens)
+            if token_ids:
+                result.drafts[name] = Draft(drafter=wish.drafter, token_ids=token_ids, scores=None)
+        return result
+
+    def _draft(self, row: _Row, max_tokens: int) -> list[int]:
+        tokens = row.tokens.copy()
+        rest = digest(tokens)
+        for number in range(rest[0] % (max_tokens + 1)):
+            token = next_token(tokens, row.data.seed, row.data.choice_index)
+            tokens.append(token if rest[1 + number % 24] % 100 < self.right else (token + 1) % VOCAB_SIZE)
+        return tokens[len(row.tokens) :]
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         for name in plan.removed_request_ids:
@@ -138,21 +167,73 @@ class TokenRunner:
 
     def _write(self, plan: SchedulerOutput, name: str) -> list[int]:
         row = self.rows[name]
+        tokens = row.tokens + plan.draft_token_ids.get(name, [])
         slots = []
         for position in range(row.num_computed, row.num_computed + plan.num_scheduled_tokens[name]):
             slot = self._slot(row, position)
-            self.slots[slot] = (row.tokens[position], position, digest(row.tokens[: position + 1]))
+            self.slots[slot] = (tokens[position], position, digest(tokens[: position + 1]))
             slots.append(slot)
         return slots
 
-    def _read(self, row: _Row) -> list[int]:
+    def _read(self, row: _Row, drafts: list[int]) -> list[int]:
+        tokens = row.tokens + drafts
         read = []
         for position in range(row.num_computed):
             content = self.slots[self._slot(row, position)]
-            wanted = (row.tokens[position], position, digest(row.tokens[: position + 1]))
+            wanted = (tokens[position], position, digest(tokens[: position + 1]))
             assert content == wanted, f"{row.data.request_id}: wrong KV cache at position {position}"
             read.append(content[0])
         return read
+
+
+class ArbitraryController:
+    """Decides by chance, within what it is allowed to: whatever a controller does, the tokens are the same."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.open: set[str] = set()
+        self.emissions: list[Emission] = []
+
+    def add(self, request_id: str, wish: SpeculationParams | None) -> None:
+        assert request_id not in self.open
+        self.open.add(request_id)
+
+    def remove(self, request_id: str) -> None:
+        self.open.remove(request_id)
+
+    def choose_drafts(self, shape: StepShape, candidates: Sequence[Candidate], *, max_tokens: int) -> list[int]:
+        assert {candidate.request_id for candidate in candidates} <= self.open
+        counts = []
+        for candidate in candidates:
+            assert 1 <= candidate.max_tokens <= len(candidate.draft.token_ids)
+            counts.append(self._random.randint(0, min(candidate.max_tokens, max_tokens)))
+            max_tokens -= counts[-1]
+        return counts
+
+    def choose_proposals(self, shape: StepShape, rows: Sequence[Drafter]) -> list[ProposalPlan | None]:
+        assert shape.num_logits_rows == sum(1 + row.num_draft_tokens for row in rows) or len(rows) < shape.num_requests
+        return [
+            ProposalPlan(
+                drafter=self._random.choice(["lookup", "caching"]), max_tokens=self._random.randint(1, row.max_tokens)
+            )
+            if self._random.random() < 0.8
+            else None
+            for row in rows
+        ]
+
+    def observe_step(self, shape: StepShape, seconds: float, emissions: Sequence[Emission]) -> None:
+        assert seconds >= 0.0
+        self.emissions += emissions
+
+    def observe_drafting(self, drafting: Drafting) -> None:
+        pass
+
+    def speedup(self, request_id: str) -> float | None:
+        assert request_id in self.open
+        return None
+
+    def take_stats(self) -> tuple[dict[str, DrafterStats], float, float]:
+        return {}, 0.0, 0.0
 
 
 class FailingRunner(TokenRunner):
@@ -180,7 +261,10 @@ def make_config(**changes: int | bool) -> SchedulerConfig:
 
 
 def make_core(
-    config: SchedulerConfig | None = None, runner: TokenRunner | None = None, work_ahead: int = 0
+    config: SchedulerConfig | None = None,
+    runner: TokenRunner | None = None,
+    work_ahead: int = 0,
+    speculation: Speculation | None = None,
 ) -> EngineCore:
     config = config or make_config()
     info = EngineInfo(
@@ -197,7 +281,7 @@ def make_core(
         kv_cache_bytes=0,
         load_seconds=0.0,
     )
-    return EngineCore(Scheduler(config), runner or TokenRunner(config), info, work_ahead=work_ahead)
+    return EngineCore(Scheduler(config, speculation), runner or TokenRunner(config), info, work_ahead=work_ahead)
 
 
 def make_request(

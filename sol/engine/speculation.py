@@ -1,0 +1,280 @@
+"""The scheduler's side of speculative decoding: what the controller is asked and told, and what each request hears.
+
+A step is planned without drafts first. What it leaves over of tokens, logits and blocks may go to drafts: they never
+cost a neighbour its turn, a prompt its chunk, or anybody a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sol.engine.request import Request
+from sol.engine.types import (
+    TARGET,
+    CachedRequestData,
+    Draft,
+    DraftCounts,
+    EngineStats,
+    NewRequestData,
+    SchedulerOutput,
+    SpeculationUsage,
+    StepOutput,
+)
+from sol.speculation.plan.types import Candidate, Controller, Drafter, Emission, StepShape
+
+Reserve = Callable[["PlannedRow", int], int]
+"""Blocks for the KV cache of so many leading tokens of a row's request, if they can be spared → for how many there
+are."""
+
+
+@dataclass(slots=True)
+class PlannedRow:
+    """One request in a plan whose result has not been read."""
+
+    request: Request
+    entry: NewRequestData | CachedRequestData
+    """Its part of the plan"""
+    sampled: bool
+    decoding: bool
+    """Its last token was all there was to compute."""
+    drafter: str | None = None
+    num_drafts: int = 0
+
+    @property
+    def most_new_tokens(self) -> int:
+        return 1 + self.num_drafts if self.sampled else 0
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    rows: list[PlannedRow]
+    shape: StepShape | None = None
+    """Settled once the plan is complete, where somebody wants to know."""
+
+
+class Speculation:
+    """`caching` are the drafters that write a KV cache of their own into a request's blocks, ahead of its tokens."""
+
+    def __init__(self, controller: Controller, *, num_speculative_tokens: int, caching: Collection[str] = ()) -> None:
+        self._controller = controller
+        self._num_speculative_tokens: Final = num_speculative_tokens
+        self._caching = frozenset(caching)
+
+    @property
+    def most_ahead(self) -> int:
+        """A request may hold blocks for so many tokens after its own: rejected drafts, and what was drafted ahead."""
+        return 2 * self._num_speculative_tokens
+
+    def add(self, request: Request) -> None:
+        request.usage = SpeculationUsage()
+        self._controller.add(request.request_id, request.speculation)
+
+    def remove(self, request: Request) -> None:
+        self._controller.remove(request.request_id)
+
+    # ── planning ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def waiting_for_result(self, requests: Iterable[Request]) -> set[str]:
+        """Of those whose latest tokens have not been read: who should wait for them, to have drafts verified then.
+
+        A draft for tokens that are under way by now is no use itself; what it says of those after them is a guess at
+        what the next proposal will say.
+        """
+        candidates = []
+        for request in requests:
+            draft, passed = request.draft, request.num_pending_tokens
+            if draft is None or not passed:
+                continue
+            limit = min(len(draft.token_ids) - passed, self._num_speculative_tokens, request.num_unplanned_tokens - 1)
+            if limit < 1:
+                continue
+            rest = Draft(
+                drafter=draft.drafter,
+                token_ids=draft.token_ids[passed:],
+                scores=None if draft.scores is None else draft.scores[passed:],
+            )
+            candidates.append(
+                Candidate(
+                    request_id=request.request_id, draft=rest, max_tokens=limit, num_tokens=request.num_planned_tokens
+                )
+            )
+        if not candidates:
+            return set()
+        shape = StepShape(
+            num_tokens=len(candidates),
+            num_requests=len(candidates),
+            num_logits_rows=len(candidates),
+            num_context_tokens=sum(candidate.num_tokens for candidate in candidates),
+        )
+        counts = self._controller.choose_drafts(
+            shape, candidates, max_tokens=sum(candidate.max_tokens for candidate in candidates)
+        )
+        return {candidate.request_id for candidate, count in zip(candidates, counts, strict=True) if count}
+
+    def extend(
+        self, plan: SchedulerOutput, step: PlannedStep, *, max_tokens: int, max_rows: int, reserve: Reserve
+    ) -> None:
+        """Add drafts to a plan that is complete but for them, and say who is to draft afterwards.
+
+        `max_tokens` and `max_rows`: tokens and rows of logits that the step can still take.
+        """
+        rows = step.rows
+        sampled = [row for row in rows if row.sampled]
+        shape = StepShape(
+            num_tokens=sum(plan.num_scheduled_tokens.values()),
+            num_requests=len(rows),
+            num_logits_rows=len(sampled),
+            num_context_tokens=sum(row.request.num_computed_tokens for row in rows),
+        )
+        self._add_drafts(plan, rows, shape, max(0, min(max_tokens, max_rows)), reserve)
+        step.shape = shape
+        self._add_proposals(plan, sampled, shape, reserve)
+
+    def _add_drafts(
+        self, plan: SchedulerOutput, rows: Sequence[PlannedRow], shape: StepShape, most: int, reserve: Reserve
+    ) -> None:
+        chosen: list[PlannedRow] = []
+        candidates: list[Candidate] = []
+        for row in rows:
+            request, draft = row.request, row.request.draft
+            if draft is None or not row.decoding or request.num_pending_tokens > 1:
+                continue
+            # The step's own token is planned already; each accepted draft is one more.
+            limit = min(len(draft.token_ids), self._num_speculative_tokens, request.num_unplanned_tokens)
+            if limit < 1:
+                continue
+            if draft.sampled:
+                most -= self._verify(plan, row, min(limit, most), shape, reserve)
+                continue
+            chosen.append(row)
+            candidates.append(
+                Candidate(request_id=request.request_id, draft=draft, max_tokens=limit, num_tokens=request.num_tokens)
+            )
+        if not candidates or not most:
+            return
+        counts = self._controller.choose_drafts(shape, candidates, max_tokens=most)
+        for row, count in zip(chosen, counts, strict=True):
+            self._verify(plan, row, count, shape, reserve)
+
+    def _verify(self, plan: SchedulerOutput, row: PlannedRow, count: int, shape: StepShape, reserve: Reserve) -> int:
+        """How many drafts there is room for, of `count`; they are in the plan then."""
+        request, draft = row.request, row.request.draft
+        assert draft is not None
+        if count < 1:
+            return 0
+        computed = request.num_computed_tokens
+        count = min(count, reserve(row, computed + count) - computed)
+        if count < 1:
+            return 0
+        row.drafter, row.num_drafts = draft.drafter, count
+        request.num_computed_tokens += count
+        request.num_pending_tokens += count
+        request.num_verifying += count
+        plan.num_scheduled_tokens[request.request_id] += count
+        plan.draft_token_ids[request.request_id] = draft.token_ids[:count]
+        shape.num_tokens += count
+        shape.num_logits_rows += count
+        shape.num_context_tokens += count
+        return count
+
+    def _add_proposals(
+        self, plan: SchedulerOutput, rows: Sequence[PlannedRow], shape: StepShape, reserve: Reserve
+    ) -> None:
+        drafters: list[Drafter] = []
+        asked: list[PlannedRow] = []
+        for row in rows:
+            limit = min(self._num_speculative_tokens, row.request.num_unplanned_tokens - 1)
+            if limit < 1:
+                continue
+            asked.append(row)
+            drafters.append(
+                Drafter(
+                    request_id=row.request.request_id,
+                    max_tokens=limit,
+                    num_tokens=row.request.num_tokens,
+                    num_draft_tokens=row.num_drafts,
+                )
+            )
+        if not drafters:
+            return
+        for row, drafter, proposal in zip(
+            asked, drafters, self._controller.choose_proposals(shape, drafters), strict=True
+        ):
+            if proposal is None:
+                continue
+            names = {proposal.drafter: proposal.max_tokens, proposal.fallback: proposal.fallback_max_tokens}
+            ahead = max((count for name, count in names.items() if name in self._caching), default=0)
+            if ahead:
+                # Whatever is accepted, its drafter may write that much behind it.
+                known = row.request.num_planned_tokens
+                room = reserve(row, known + min(ahead, drafter.max_tokens)) - known
+                if room < 1:
+                    continue
+                proposal.max_tokens = min(proposal.max_tokens, room)
+                proposal.fallback_max_tokens = min(proposal.fallback_max_tokens, room)
+                row.request.awaits_drafts = True
+            plan.proposals[row.request.request_id] = proposal
+
+    # ── results ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def observe(self, step: PlannedStep, result: StepOutput, seconds: float | None) -> None:
+        """A step has been read. `seconds`: how long it took, with drafting; None if nobody measured."""
+        for drafting in result.draftings:
+            self._controller.observe_drafting(drafting)
+        if seconds is None or step.shape is None:
+            return
+        emissions = [
+            Emission(
+                request_id=row.request.request_id,
+                drafter=row.drafter,
+                num_draft_tokens=row.num_drafts,
+                num_accepted_tokens=count - 1,
+                num_new_tokens=count,
+            )
+            for row in step.rows
+            if row.decoding and (count := len(result.sampled_token_ids.get(row.request.request_id, ())))
+        ]
+        spent = sum(drafting.seconds for drafting in result.draftings)
+        self._controller.observe_step(step.shape, max(0.0, seconds - spent), emissions)
+
+    def count(self, row: PlannedRow, num_accepted: int) -> None:
+        """`num_accepted` drafts of the row came out."""
+        usage = row.request.usage
+        usage.num_steps += 1
+        if row.drafter is not None:
+            counts = usage.drafters.setdefault(row.drafter, DraftCounts())
+            counts.num_drafts += 1
+            counts.num_draft_tokens += row.num_drafts
+            counts.num_accepted_tokens += num_accepted
+
+    def usage(self, request: Request, *, finished: bool) -> SpeculationUsage | None:
+        """What a request's output says of it. Nothing while there is nothing to say, except at the end."""
+        usage = request.usage
+        if not usage.drafters and not finished:
+            return None
+        return SpeculationUsage(
+            num_steps=usage.num_steps,
+            drafters={
+                name: DraftCounts(
+                    num_drafts=counts.num_drafts,
+                    num_draft_tokens=counts.num_draft_tokens,
+                    num_accepted_tokens=counts.num_accepted_tokens,
+                )
+                for name, counts in usage.drafters.items()
+            },
+            speedup=self._controller.speedup(request.request_id),
+        )
+
+    def add_stats(self, stats: EngineStats) -> None:
+        stats.drafters, stats.decode_seconds, stats.plain_seconds = self._controller.take_stats()
+
+
+def origins(row: PlannedRow, num_new_tokens: int, num_accepted: int) -> list[str] | None:
+    """Who made each of a row's new tokens; None if the request does not ask."""
+    wish = row.request.speculation
+    if wish is None or not wish.include_origins:
+        return None
+    drafted = min(num_accepted, num_new_tokens)
+    return [row.drafter or TARGET] * drafted + [TARGET] * (num_new_tokens - drafted)
