@@ -7,13 +7,15 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from sol.engine.client import EngineClient
 from sol.engine.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, RequestOutput
 from sol.errors import EngineDeadError, RequestError
 
 logger = logging.getLogger(__name__)
+
+ItemT = TypeVar("ItemT")
 
 
 class AsyncEngine:
@@ -173,10 +175,19 @@ class _Stream:
 
 
 def _merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """`first` and what came after it; `first`'s lists are extended in place."""
+    """`first` and what came after it; `first`'s lists are extended in place. Sums so far are `second`'s."""
     first.new_token_ids += second.new_token_ids
-    if first.logprobs is not None and second.logprobs is not None:
-        first.logprobs += second.logprobs
     second.new_token_ids = first.new_token_ids
-    second.logprobs = first.logprobs if second.logprobs is not None else None
+    second.logprobs = _joined(first.logprobs, second.logprobs)
+    second.origins = _joined(first.origins, second.origins)
+    if second.speculation is None:
+        second.speculation = first.speculation
     return second
+
+
+def _joined(first: list[ItemT] | None, second: list[ItemT] | None) -> list[ItemT] | None:
+    """What ends a request without a token brings no list: what came before stays."""
+    if first is None or second is None:
+        return second if first is None else first
+    first += second
+    return first

@@ -17,6 +17,8 @@ from sol.server.params import chat_params
 from sol.server.parsing import parse_body
 from sol.server.prompts import check_length, encode, render_chat
 from sol.server.protocol import ChatBody
+from sol.server.segments import segments_field
+from sol.server.speculation import speculation_params
 from sol.server.state import ServedModel, ServerState
 from sol.server.streaming import DONE, EventStream, event, quote, run_until_disconnect, to_json
 from sol.version import __version__
@@ -29,6 +31,7 @@ async def chat_completions(request: Request) -> Response:
     name = state.check_model_name(body.model)
     params = chat_params(body)
     params.check_vocabulary(model.info.vocab_size)
+    speculation = speculation_params(body, model.info.drafters)
     text = await render_chat(
         model,
         body.messages,
@@ -37,7 +40,7 @@ async def chat_completions(request: Request) -> Response:
     )
     token_ids = await encode(model, text, add_special_tokens=bool(body.add_special_tokens), param="messages")
     check_length(model, len(token_ids), params, param="messages")
-    choices = make_choices(state, model, [token_ids], params)
+    choices = make_choices(state, model, [token_ids], params, speculation)
     chat = _Chat(state, model, choices, name)
     if body.stream:
         include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
@@ -85,17 +88,20 @@ class _Chat:
                 if not started:
                     started = True
                     role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+                    role += segments_field(None if output.segments is None else [])
                     parts += [f"{before}{choice.index},{role}{after}" for choice in self._choices]
+                segments = output.segments
                 if output.text or output.logprobs:
                     logprobs = to_json(self._logprobs(output)) if output.logprobs else "null"
                     parts.append(
                         f'{before}{index},"delta":{{"content":{quote(output.text)}}},"logprobs":{logprobs},'
-                        f'"finish_reason":null{after}'
+                        f'"finish_reason":null{segments_field(segments)}{after}'
                     )
+                    segments = None if segments is None else []
                 if output.finish_reason is not None:
                     parts.append(
                         f'{before}{index},"delta":{{}},"logprobs":null,"finish_reason":"{output.finish_reason}",'
-                        f'"stop_reason":{to_json(output.stop_reason)}{after}'
+                        f'"stop_reason":{to_json(output.stop_reason)}{segments_field(segments)}{after}'
                     )
                 if parts:
                     yield "".join(parts)

@@ -27,6 +27,8 @@ from sol.server.params import completion_params
 from sol.server.parsing import parse_body
 from sol.server.prompts import check_length, check_token_ids, encode
 from sol.server.protocol import CompletionBody
+from sol.server.segments import PROMPT, Segment, segments_field
+from sol.server.speculation import speculation_params
 from sol.server.state import ServedModel, ServerState
 from sol.server.streaming import DONE, EventStream, event, quote, run_until_disconnect, to_json
 from sol.version import __version__
@@ -39,9 +41,10 @@ async def completions(request: Request) -> Response:
     name = state.check_model_name(body.model)
     params = completion_params(body)
     params.check_vocabulary(model.info.vocab_size)
+    speculation = speculation_params(body, model.info.drafters)
     check_num_choices(len(body.prompt), params)
     prompts = await _encode_prompts(model, body, params)
-    choices = make_choices(state, model, prompts, params)
+    choices = make_choices(state, model, prompts, params, speculation)
     echoed = _echo(model, body, prompts) if body.echo else [""] * len(prompts)
     completion = _Completion(state, model, choices, echoed, name)
     if body.stream:
@@ -116,9 +119,8 @@ class _Completion:
                 if not started:
                     started = True
                     parts = [
-                        f'{before}{i},"text":{quote(text)},"logprobs":null,"finish_reason":null,'
-                        f'"stop_reason":null{after}'
-                        for i, text in enumerate(self._echoed)
+                        f"{before}{i},{self._echo_chunk(choice, text)}{after}"
+                        for i, (choice, text) in enumerate(zip(self._choices, self._echoed, strict=True))
                         if text
                     ]
                 if output.text or output.logprobs or output.finish_reason is not None:
@@ -130,11 +132,18 @@ class _Completion:
             last = event({**self._head(), "choices": [], "usage": Usage.of(self._choices).as_dict()}) + DONE
         yield last
 
+    def _echo_chunk(self, choice: Choice, text: str) -> str:
+        segments = None
+        if choice.segments is not None:
+            segments = [Segment(text, PROMPT, len(choice.request.prompt_token_ids))]
+        return f'"text":{quote(text)},"logprobs":null,"finish_reason":null,"stop_reason":null{segments_field(segments)}'
+
     def _chunk(self, output: ChoiceOutput) -> str:
         logprobs = to_json(self._logprobs(output)) if output.logprobs else "null"
         return (
             f'"text":{quote(output.text)},"logprobs":{logprobs},"finish_reason":'
             f'{to_json(output.finish_reason)},"stop_reason":{to_json(output.stop_reason)}'
+            f"{segments_field(output.segments)}"
         )
 
     def _logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:

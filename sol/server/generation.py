@@ -12,11 +12,22 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from sol.engine.types import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
+from sol.engine.types import (
+    TARGET,
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    SpeculationParams,
+    SpeculationUsage,
+    TokenLogprobs,
+)
 from sol.errors import EngineDeadError, RequestError, SolError
 from sol.sampling_params import SamplingParams
 from sol.server.metrics import Metrics, Timeline
+from sol.server.segments import Segment, Segments
+from sol.server.speculation import usage_fields
 from sol.server.state import ServedModel, ServerState, shutting_down
+from sol.speculation.usage import add_usages
 from sol.text.detokenizer import Detokenizer
 from sol.text.stop_strings import StopStrings
 
@@ -36,9 +47,15 @@ class Choice:
     timeline: Timeline = field(init=False)
     num_tokens: int = 0
     num_cached_tokens: int = 0
+    segments: Segments | None = field(init=False)
+    """When the client wants to know who made the tokens."""
+    speculation: SpeculationUsage | None = None
+    """So far; None where the engine does not speculate."""
 
     def __post_init__(self) -> None:
         self.timeline = Timeline(self.request.arrival_time)
+        wanted = self.request.speculation
+        self.segments = Segments() if wanted is not None and wanted.include_origins else None
 
 
 @dataclass(slots=True)
@@ -56,6 +73,8 @@ class ChoiceOutput:
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     """vLLM's: the stop string or the stop token id that ended the choice."""
+    segments: list[Segment] | None = None
+    """Who made `text`, when asked for; only outputs that are streamed have it."""
 
 
 @dataclass(slots=True)
@@ -65,6 +84,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    speculation: SpeculationUsage | None = None
+    """Of all choices; None where the engine does not speculate."""
 
     @classmethod
     def of(cls, choices: Sequence[Choice]) -> Usage:
@@ -73,15 +94,21 @@ class Usage:
             prompt_tokens=sum(len(choice.request.prompt_token_ids) for choice in first.values()),
             completion_tokens=sum(choice.num_tokens for choice in choices),
             cached_tokens=sum(choice.num_cached_tokens for choice in first.values()),
+            speculation=add_usages(
+                (choice.speculation, choice.num_tokens) for choice in choices if choice.speculation is not None
+            ),
         )
 
     def as_dict(self) -> dict[str, object]:
-        return {
+        fields: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.speculation is not None:
+            fields["speculation"] = usage_fields(self.speculation, self.completion_tokens)
+        return fields
 
 
 def check_num_choices(num_prompts: int, params: SamplingParams) -> None:
@@ -95,7 +122,11 @@ def check_num_choices(num_prompts: int, params: SamplingParams) -> None:
 
 
 def make_choices(
-    state: ServerState, model: ServedModel, prompts: Sequence[list[int]], params: SamplingParams
+    state: ServerState,
+    model: ServedModel,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    speculation: SpeculationParams | None,
 ) -> list[Choice]:
     """`params.n` choices of each prompt; the index in the response is prompt × n + choice.
 
@@ -114,6 +145,7 @@ def make_choices(
                 seed=seed,
                 choice_index=choice_index,
                 eos_token_ids=list(model.eos_token_ids),
+                speculation=speculation,
             )
             detokenizer = Detokenizer(model.tokenizer, params, token_ids, stops=stops)
             choices.append(Choice(len(choices), prompt_index, request, detokenizer))
@@ -215,8 +247,9 @@ def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutp
     timeline.scheduled, timeline.first_token = output.scheduled_time, output.first_token_time
     choice.num_cached_tokens = output.num_cached_tokens
     delta = choice.detokenizer.push(output.new_token_ids, ended_by_token=output.finish_reason == "stop")
+    num_steps = _count_steps(choice, output, delta.num_tokens)
     if delta.num_tokens:
-        metrics.observe_tokens(timeline, delta.num_tokens)
+        metrics.observe_tokens(timeline, delta.num_tokens, num_steps)
     choice.num_tokens += delta.num_tokens
     text, reason = delta.text, output.finish_reason
     stop_reason: str | int | None = None
@@ -226,6 +259,11 @@ def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutp
     elif reason is not None:
         text += choice.detokenizer.finish().text
         stop_reason = output.stop_token_id
+    segments = None
+    if choice.segments is not None:
+        # An engine that does not speculate names nobody: everything is the model's own.
+        origins = (output.origins or [TARGET] * delta.num_tokens)[: delta.num_tokens]
+        segments = choice.segments.take(text, delta.token_offsets, origins, finished=reason is not None)
     return ChoiceOutput(
         choice=choice,
         text=text,
@@ -234,4 +272,14 @@ def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutp
         logprobs=None if output.logprobs is None else output.logprobs[: delta.num_tokens],
         finish_reason=reason,
         stop_reason=stop_reason,
+        segments=segments,
     )
+
+
+def _count_steps(choice: Choice, output: RequestOutput, num_tokens: int) -> int:
+    """How many steps made `num_tokens` tokens that count, at most as many as there are."""
+    if output.speculation is None:
+        return num_tokens  # plain decoding
+    before = 0 if choice.speculation is None else choice.speculation.num_steps
+    choice.speculation = output.speculation
+    return max(1, min(output.speculation.num_steps - before, num_tokens))

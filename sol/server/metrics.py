@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from sol.engine.types import EngineStats
+from sol.engine.types import EngineInfo, EngineStats
+from sol.server.speculation_metrics import SpeculationMetrics
 
 # fmt: off
 _FIRST_TOKEN_BUCKETS = (
@@ -67,7 +68,9 @@ class Metrics:
         self._time_to_first_token = histogram(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_BUCKETS
         )
-        self._inter_token = histogram("vllm:inter_token_latency_seconds", "Between a request's tokens.", _TOKEN_BUCKETS)
+        self._inter_token = histogram(
+            "vllm:inter_token_latency_seconds", "Between the steps that gave a request tokens.", _TOKEN_BUCKETS
+        )
         self._time_per_output_token = histogram(
             "vllm:request_time_per_output_token_seconds", "A request's mean time a token, without the first.",
             _TOKEN_BUCKETS,
@@ -93,6 +96,14 @@ class Metrics:
             "sol:request_errors", "HTTP requests answered with an error, by status and code.", "status", "code"
         )
         self._alive = gauge("sol:engine_alive", "1 while the engine is loaded, alive and making progress.")
+        self._speculation: SpeculationMetrics | None = None
+
+    def set_engine(self, info: EngineInfo) -> None:
+        """The engine is there. One that speculates adds metrics."""
+        if info.drafters:
+            self._speculation = SpeculationMetrics(
+                self.registry, self._model_name, info.drafters, info.num_speculative_tokens
+            )
 
     def set_alive(self, alive: bool) -> None:
         self._alive.set(float(alive))
@@ -113,15 +124,21 @@ class Metrics:
                 metric.inc(amount)
         if stats.iteration_tokens:
             self._iteration_tokens.observe(stats.iteration_tokens)
+        if self._speculation is not None:
+            self._speculation.observe(stats)
 
-    def observe_tokens(self, timeline: Timeline, num_tokens: int) -> None:
-        """`num_tokens` of a choice arrived just now."""
+    def observe_tokens(self, timeline: Timeline, num_tokens: int, num_steps: int) -> None:
+        """`num_tokens` of a choice arrived just now, which `num_steps` steps of the engine had made.
+
+        As in vLLM, the inter-token latency is a step's: the tokens of one step come together, and count once. Several
+        steps at once are what a slow client or a busy process let pile up.
+        """
         now = time.monotonic()
         if timeline.last_token == 0.0:
             self._time_to_first_token.observe(now - timeline.arrival)
         else:
-            gap = (now - timeline.last_token) / num_tokens
-            for _ in range(num_tokens):
+            gap = (now - timeline.last_token) / num_steps
+            for _ in range(num_steps):
                 self._inter_token.observe(gap)
         timeline.last_token = now
         timeline.num_tokens += num_tokens

@@ -81,8 +81,19 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
+    include_speculation: bool | None = None
     include_obfuscation: Annotated[bool | None, PlainValidator(_off)] = None
     continuous_usage_stats: Annotated[bool | None, PlainValidator(_off)] = None
+
+
+class SpeculationOptions(BaseModel):
+    """Sol's own: what one request wants of speculation, which never changes its tokens."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    enabled: bool | None = None
+    drafter: str | None = None
+    tenant: str | None = None
 
 
 class GenerationBody(Body):
@@ -107,6 +118,7 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    speculation: SpeculationOptions | None = None
 
 
 class CompletionBody(GenerationBody):

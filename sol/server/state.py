@@ -12,6 +12,7 @@ from sol.errors import EngineDeadError, EngineNotReadyError, SolError, UnknownMo
 from sol.seeds import SeedSource
 from sol.server.config import ServerConfig
 from sol.server.metrics import Metrics
+from sol.server.speculation_metrics import SpeculationLog
 from sol.text.chat_template import ChatTemplate
 from sol.text.tokenizer import Tokenizer
 
@@ -42,7 +43,11 @@ class ServerState:
         self._served: ServedModel | None = None
 
     def set_ready(self, served: ServedModel) -> None:
+        self.metrics.set_engine(served.info)
         served.engine.add_stats_listener(self.metrics.observe_stats)
+        if served.info.drafters:
+            log = SpeculationLog(asyncio.get_running_loop().call_later)
+            served.engine.add_stats_listener(log.observe)
         self._served = served
 
     @property

@@ -14,10 +14,20 @@ from engine_child import MAX_MODEL_LEN
 from token_runner import TokenRunner, expected_output, make_config, make_core, make_request
 
 from sol.config import EngineConfig
-from sol.engine.async_engine import AsyncEngine
+from sol.engine.async_engine import AsyncEngine, _Stream
 from sol.engine.client import EngineClient, InProcessClient
 from sol.engine.process import ProcessClient
-from sol.engine.types import EngineOutput, EngineRequest, EngineStats, RequestOutput, SchedulerOutput, StepOutput
+from sol.engine.types import (
+    TARGET,
+    DraftCounts,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    RequestOutput,
+    SchedulerOutput,
+    SpeculationUsage,
+    StepOutput,
+)
 from sol.errors import EngineDeadError, RequestError
 
 CHILD = str(Path(__file__).with_name("engine_child.py"))
@@ -151,6 +161,20 @@ async def test_a_slow_consumer_gets_what_piled_up_at_once() -> None:
     assert rest[0].finish_reason == "length"
     assert rest[0].logprobs is not None
     assert [entry.top[0][0] for entry in rest[0].logprobs] == rest[0].new_token_ids
+
+
+async def test_origins_pile_up_and_sums_are_the_latest() -> None:
+    stream = _Stream()
+    sums = [SpeculationUsage(num_steps=n, drafters={"ngram": DraftCounts(num_drafts=n)}) for n in (1, 2)]
+    stream.put(RequestOutput(request_id="a", new_token_ids=[1], origins=[TARGET], speculation=sums[0]))
+    stream.put(RequestOutput(request_id="a", new_token_ids=[2, 3], origins=["ngram", TARGET], speculation=sums[1]))
+    stream.put(RequestOutput(request_id="a", new_token_ids=[], finish_reason="error", error="no more"))
+    merged = await stream.get()
+    assert merged.new_token_ids == [1, 2, 3]
+    assert merged.origins == [TARGET, "ngram", TARGET]
+    assert merged.speculation is sums[1]
+    assert merged.finish_reason == "error"
+    assert merged.logprobs is None
 
 
 async def test_a_refused_request_gets_an_output_with_the_reason() -> None:

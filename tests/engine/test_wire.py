@@ -9,12 +9,21 @@ from token_runner import logprobs_of, make_request
 
 from sol.config import EngineConfig
 from sol.engine import wire
-from sol.engine.types import EngineOutput, EngineStats, RequestOutput
+from sol.engine.types import (
+    DraftCounts,
+    DrafterStats,
+    EngineOutput,
+    EngineStats,
+    RequestOutput,
+    SpeculationParams,
+    SpeculationUsage,
+)
 from sol.errors import CheckpointError, ConfigError, EngineDeadError
 
 
 def test_start_up_message_is_read_in_pieces() -> None:
-    message = wire.StartUp(EngineConfig(seed=5), "d", "i", "o")
+    config = EngineConfig(seed=5, speculative_config={"method": "ngram", "prompt_lookup_max": 4})
+    message = wire.StartUp(config, "d", "i", "o")
     read, write = os.pipe()
     data = wire.encode_start_up(message)
 
@@ -37,6 +46,7 @@ def test_requests_survive_the_wire() -> None:
         make_request("a", [1, 2**20], logit_bias={7: -0.5}, seed=2**63, top_k=3, stop=["x", "y"]),
         make_request("b", [3], choice_index=4, eos=True, max_tokens=None, logprobs=20),
     ]
+    requests[1].speculation = SpeculationParams(enabled=False, drafter="ngram", tenant="t", include_origins=True)
     message = wire.decode_to_engine(wire.encode_requests(requests))
     assert isinstance(message, wire.AddRequests)
     assert [encoded.request_id for encoded in message.requests] == ["a", "b"]
@@ -61,8 +71,12 @@ def test_outputs_survive_the_wire() -> None:
         finish_reason="stop",
         stop_token_id=2,
         first_token_time=1.5,
+        origins=["suffix", "target"],
+        speculation=SpeculationUsage(num_steps=1, drafters={"suffix": DraftCounts(num_drafts=1)}, speedup=1.5),
     )
-    message = wire.Output(EngineOutput(outputs=[output], stats=EngineStats(num_running=3, kv_cache_usage=0.25)))
+    drafters = {"suffix": DrafterStats(num_drafts=1, num_drafted_per_position=[1, 1], seconds=0.5)}
+    stats = EngineStats(num_running=3, kv_cache_usage=0.25, drafters=drafters, plain_seconds=0.5)
+    message = wire.Output(EngineOutput(outputs=[output], stats=stats))
     assert wire.decode_from_engine(wire.encode(message)) == message
 
 
