@@ -5,8 +5,10 @@ from token_runner import VOCAB_SIZE, TokenRunner, expected_output, logprobs_of, 
 
 from sol.config import SchedulerConfig
 from sol.engine.scheduler import Scheduler
-from sol.engine.types import EngineStats, RequestOutput, SchedulerOutput, StepOutput
+from sol.engine.speculation import Speculation
+from sol.engine.types import Draft, EngineStats, RequestOutput, SchedulerOutput, StepOutput
 from sol.errors import ConfigError, ContextLengthError, RequestError
+from sol.speculation.plan.fixed import FixedController
 
 
 class Driver:
@@ -250,16 +252,80 @@ def test_an_id_can_be_used_again_in_the_next_step() -> None:
     assert driver.outputs["a"].new_token_ids == expected_output(make_request("a", prompt(5, 9), max_tokens=1), 64)[0]
 
 
+def verifying(drafts: list[int], **params: object) -> Scheduler:
+    """A scheduler whose request "a" (a prompt of 3 tokens, then 5) is planned with all of `drafts`."""
+    scheduler = Scheduler(make_config(), Speculation(FixedController(["suffix"], 8), num_speculative_tokens=8))
+    scheduler.add(make_request("a", prompt(3), logprobs=1, **params))  # type: ignore[arg-type]
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.proposals["a"].drafter == "suffix"
+    first = sampled([5])
+    first.drafts["a"] = Draft(drafter="suffix", token_ids=drafts, scores=None)
+    scheduler.update_from_output(first)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.draft_token_ids == {"a": drafts}
+    assert plan.num_scheduled_tokens == {"a": 1 + len(drafts)}
+    return scheduler
+
+
+def sampled(token_ids: list[int]) -> StepOutput:
+    return StepOutput(sampled_token_ids={"a": token_ids}, logprobs={"a": [logprobs_of(t, 1) for t in token_ids]})
+
+
 def test_tokens_after_the_end_are_dropped() -> None:
-    scheduler = Scheduler(make_config())
-    scheduler.add(make_request("a", prompt(3), max_tokens=9, stop_token_ids=[7], logprobs=1))
-    scheduler.schedule()
-    result = StepOutput(sampled_token_ids={"a": [5, 7, 6]}, logprobs={"a": [logprobs_of(t, 1) for t in (5, 7, 6)]})
-    (output,) = scheduler.update_from_output(result)
-    assert (output.new_token_ids, output.finish_reason, output.stop_token_id) == ([5, 7], "stop", 7)
+    scheduler = verifying([6, 7, 8], max_tokens=9, stop_token_ids=[7])
+    scheduler.take_stats()
+    (output,) = scheduler.update_from_output(sampled([6, 7, 8, 9]))
+    assert (output.new_token_ids, output.finish_reason, output.stop_token_id) == ([6, 7], "stop", 7)
     assert output.logprobs is not None
     assert len(output.logprobs) == 2
     assert scheduler.take_stats().num_generated_tokens == 2
+
+
+def test_rejected_drafts_are_computed_again_and_never_published() -> None:
+    scheduler = verifying([6, 7, 8], max_tokens=40)
+    (output,) = scheduler.update_from_output(sampled([6, 9]))
+    assert output.new_token_ids == [6, 9]
+    assert output.speculation is not None
+    counts = output.speculation.drafters["suffix"]
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (1, 3, 1)
+    scheduler.check_integrity()
+    plan = scheduler.schedule()
+    assert plan is not None
+    # The prompt's 3 tokens, 5 and 6 are computed; 9 comes now, over the slot of a draft that was rejected.
+    assert (plan.cached_requests[0].num_computed_tokens, plan.num_scheduled_tokens) == (5, {"a": 1})
+    scheduler.check_integrity()
+
+
+def test_no_draft_is_verified_that_could_not_be_emitted() -> None:
+    """One token and three drafts after the first one: that is `max_tokens`, and a fourth draft could not come out."""
+    scheduler = verifying([6, 7, 8], max_tokens=5)
+    (output,) = scheduler.update_from_output(sampled([6, 7, 8, 9]))
+    assert (output.new_token_ids, output.finish_reason) == ([6, 7, 8, 9], "length")
+
+
+@pytest.mark.parametrize("token_ids", [[], [6, 7, 8, 9, 10]])
+def test_fewer_than_one_or_more_tokens_than_drafts_and_one_are_an_error(token_ids: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="out of turn"):
+        verifying([6, 7, 8], max_tokens=9).update_from_output(sampled(token_ids))
+
+
+def test_drafts_take_no_block_that_a_running_request_will_want() -> None:
+    scheduler = Scheduler(
+        make_config(num_blocks=16), Speculation(FixedController(["suffix"], 8), num_speculative_tokens=8)
+    )
+    names = [f"r{i}" for i in range(4)]
+    for i, name in enumerate(names):
+        scheduler.add(make_request(name, prompt(11, start=i), max_tokens=30))
+    scheduler.schedule()  # 4 requests of 3 blocks: of the 4 that are left, each may soon want one
+    first = StepOutput(sampled_token_ids={name: [5] for name in names}, logprobs={})
+    first.drafts = {name: Draft(drafter="suffix", token_ids=[1] * 8, scores=None) for name in names}
+    scheduler.update_from_output(first)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.draft_token_ids == {}
+    assert scheduler.pool.num_free == 4
 
 
 def test_a_result_that_does_not_answer_the_plan_is_an_error() -> None:

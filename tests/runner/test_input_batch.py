@@ -70,7 +70,7 @@ def test_a_chunk_a_whole_prompt_and_a_prefix_hit_in_one_step(batch: InputBatch) 
     assert sampled == ["whole", "hit"]
     assert built.logits_rows.tolist() == [6, 7]
 
-    batch.append("whole", 22)
+    batch.append("whole", [22])
     second = plan({"whole": 1, "chunk": 1}, cached={"whole": (2, []), "chunk": (5, [])}, removed=["hit"])
     batch.apply(second)
     built, sampled = batch.build(second)
@@ -97,7 +97,7 @@ def test_a_preempted_request_comes_back_with_its_output(batch: InputBatch) -> No
     start = plan({"r": 3}, added=[new("r", [10, 11, 12], [4])])
     batch.apply(start)
     for token in (40, 41, 42):
-        batch.append("r", token)
+        batch.append("r", [token])
     before = batch.sampling_rows(["r"])[0]
     # Preempted and taken up again in one plan; the first chunk ends between prompt and output.
     back = plan({"r": 2}, added=[new("r", [10, 11, 12, 40, 41, 42], [8, 6], prompt=3)], removed=["r"])
