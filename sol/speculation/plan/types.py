@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sol.engine.types import Draft, Drafting, DrafterStats, ProposalPlan, SpeculationParams
+from sol.engine.types import Draft, DrafterStats, Drafting, ProposalPlan, SpeculationParams
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,12 +57,16 @@ class Emission:
     num_accepted_tokens: int
     """Before an end token or `max_tokens` cut the rest off"""
     num_new_tokens: int
+    draft: Draft | None = None
+    """The drafts that were at hand for the place where its new tokens came, verified or not. What was not verified is
+    compared with `new_token_ids`: it costs nothing, and drafting comes back when drafts become right."""
+    new_token_ids: Sequence[int] = ()
 
 
 class Controller(Protocol):
-    """Decides who drafts, and how many drafts are verified. Knows no tensor and no clock: it is told what took how long.
+    """Decides who drafts, and how many drafts are verified. Knows no tensor and no clock.
 
-    It is asked and told by one scheduler, from one thread. Whatever it decides, tokens stay the same.
+    It is told what took how long. It is asked and told by one scheduler, from one thread. Whatever it decides, tokens stay the same.
     """
 
     def add(self, request_id: str, wish: SpeculationParams | None) -> None:
@@ -98,6 +102,6 @@ class Controller(Protocol):
         ...
 
     def take_stats(self) -> tuple[dict[str, DrafterStats], float, float]:
-        """Since the last call: by drafter; seconds of steps that decoded, with drafting; seconds that plain decoding would
-        have taken for the same tokens, as it believes."""
+        """Since the last call: by drafter; seconds of steps that decoded, with drafting; seconds that plain decoding
+        would have taken for the same tokens, as it believes."""
         ...

@@ -1,0 +1,284 @@
+"""How long things take: the target's steps by their shape, and each drafter's calls.
+
+A step's time is a sum of what its tokens cost (a curve that never falls: flat while weights are read from memory, then
+linear, with stairs where a kernel's tiles are), and of shares for each request, each row of logits and each token of
+context. The sum is fitted to steps measured at start-up. Running steps then correct it by factors: one for everything,
+which follows a machine that slows down or speeds up within a few steps, and slow ones for numbers of tokens and of
+requests, which mend what the fit got wrong. Factors are tracked in the logarithm by scalar Kalman filters, and an
+observation moves them by three standard deviations at most: a garbage collection or a neighbour's burst is one step's
+noise, not a new price.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from sol.speculation.plan.types import StepShape
+
+Floats = npt.NDArray[np.float64]
+
+_TABLE: Final = 16_384
+"""Numbers of tokens whose price is tabulated; larger steps (prompts alone) cost in proportion."""
+_TYPICAL: Final = ((1, 1.0), (8, 1.15), (64, 4.0), (512, 30.0))
+"""Tokens and relative seconds of a step where nothing was measured: memory-bound at first, then linear."""
+_TYPICAL_WEIGHT: Final = 0.02
+_KNOTS_PER_OCTAVE: Final = 4
+_SCALE_SD, _SCALE_DRIFT = 0.1, 0.01
+_LOCAL_SD, _LOCAL_DRIFT = 0.1, 0.002
+_NOISE_SD, _LEAST_NOISE_SD, _MOST_NOISE_SD = 0.05, 0.005, 0.3
+_MAX_DEVIATIONS: Final = 3.0
+
+
+def shapes_to_measure(
+    *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_speculative_tokens: int
+) -> list[StepShape]:
+    """Steps whose times a `CostModel` is made from, most telling first.
+
+    Whoever measures them stops when time is up: the first three already give a plain step and what drafts cost for one
+    request. Every request of a shape has the same context, which `num_context_tokens` is the sum of; the first shape
+    should run once unmeasured.
+    """
+    shapes: dict[tuple[int, int, int], StepShape] = {}
+    context = min(128, max_model_len)
+    most = num_speculative_tokens + 1
+
+    def want(requests: int, tokens_each: int, context_each: int) -> None:
+        requests, context_each = min(requests, max_num_seqs), min(context_each, max_model_len)
+        tokens_each = min(tokens_each, context_each, max_num_batched_tokens // requests)
+        if tokens_each >= 1:
+            tokens = requests * tokens_each
+            shapes[requests, tokens_each, context_each] = StepShape(
+                num_tokens=tokens,
+                num_requests=requests,
+                num_logits_rows=tokens,
+                num_context_tokens=requests * context_each,
+            )
+
+    for tokens in (1, most, 2, 5, 9):
+        if tokens <= most:
+            want(1, tokens, context)
+    for requests, tokens in ((8, 1), (8, 4), (1, 3), (32, 1), (32, 2), (4, 1), (4, most), (16, 1)):
+        if tokens <= most:
+            want(requests, tokens, context)
+    want(4, 1, 1024)
+    for requests in (64, 128, 256, max_num_seqs):
+        for tokens in (1, 3):
+            if tokens <= most:
+                want(requests, tokens, context)
+    return list(shapes.values())
+
+
+class CostModel:
+    """Seconds of a step of the target."""
+
+    def __init__(self, measured: Sequence[tuple[StepShape, float]] = ()) -> None:
+        """`measured`: steps and their seconds. Without any, shapes compare as is typical, and the first observation
+        sets the scale."""
+        measured = [(shape, seconds) for shape, seconds in measured if seconds > 0 and math.isfinite(seconds)]
+        self._per_token, self._per_request, self._per_row, self._per_context = _fit(measured)
+        self._factor = np.ones(_TABLE)
+        """By number of tokens; the exponentials of `_local`, interpolated"""
+        self._knots = _token_knots()
+        self._local = np.zeros(len(self._knots))
+        self._local_variance = [_LOCAL_SD**2] * len(self._knots)
+        self._by_requests = [0.0] * 16
+        self._by_requests_variance = [_LOCAL_SD**2] * 16
+        self._scale = 0.0
+        self._scale_variance = _SCALE_SD**2 if measured else 100.0
+        self._noise_variance = _NOISE_SD**2
+
+    def seconds(self, shape: StepShape) -> float:
+        tokens = shape.num_tokens
+        index = min(tokens, _TABLE - 1)
+        token_cost = float(self._per_token[index]) * (tokens / index if tokens > index else 1.0)
+        return (token_cost + self._shares(shape)) * float(self._factor[index]) * self._common_factor(shape.num_requests)
+
+    def curve(self, shape: StepShape, num_drafts: int) -> Floats:
+        """[num_drafts + 1] seconds of the step with 0, 1, … drafts more than `shape` has. Never falls."""
+        start = min(shape.num_tokens, _TABLE - 1)
+        stop = min(start + num_drafts + 1, _TABLE)
+        seconds = self._per_token[start:stop] + self._shares(shape)
+        seconds += np.arange(stop - start) * (self._per_row + self._per_context)
+        seconds *= self._factor[start:stop]
+        seconds *= self._common_factor(shape.num_requests)
+        np.maximum.accumulate(seconds, out=seconds)
+        missing = num_drafts + 1 - (stop - start)
+        if missing:
+            slope = (self._per_token[-1] - self._per_token[-2]) * self._common_factor(shape.num_requests)
+            seconds = np.concatenate([seconds, seconds[-1] + slope * np.arange(1, missing + 1)])
+        return seconds
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """A step of this shape took so long."""
+        if not (seconds > 0 and math.isfinite(seconds)) or shape.num_tokens < 1:
+            return
+        error = math.log(seconds / self.seconds(shape))
+        knot, weight = _place(self._knots, min(shape.num_tokens, _TABLE - 1))
+        here, there = 1.0 - weight, weight
+        requests = min(max(shape.num_requests, 1).bit_length() - 1, len(self._by_requests) - 1)
+        local, by_requests = self._local_variance, self._by_requests_variance
+        self._scale_variance += _SCALE_DRIFT**2
+        local[knot] = min(local[knot] + _LOCAL_DRIFT**2, _LOCAL_SD**2)
+        local[knot + 1] = min(local[knot + 1] + _LOCAL_DRIFT**2, _LOCAL_SD**2)
+        by_requests[requests] = min(by_requests[requests] + _LOCAL_DRIFT**2, _LOCAL_SD**2)
+        total = (
+            self._scale_variance
+            + here * here * local[knot]
+            + there * there * local[knot + 1]
+            + by_requests[requests]
+            + self._noise_variance
+        )
+        limit = _MAX_DEVIATIONS * math.sqrt(total)
+        error = min(max(error, -limit), limit)
+        scale_gain = self._scale_variance / total
+        gains = (here * local[knot] / total, there * local[knot + 1] / total)
+        requests_gain = by_requests[requests] / total
+        self._scale += scale_gain * error
+        self._scale_variance *= 1.0 - scale_gain
+        self._by_requests[requests] += requests_gain * error
+        by_requests[requests] *= 1.0 - requests_gain
+        self._local[knot] += gains[0] * error
+        self._local[knot + 1] += gains[1] * error
+        local[knot] *= 1.0 - gains[0] * here
+        local[knot + 1] *= 1.0 - gains[1] * there
+        self._refresh(knot)
+        # What is left over after the move is mostly noise; a drift that the filter follows must not count as such.
+        left = error * (1.0 - scale_gain)
+        noise = self._noise_variance + 0.05 * (left * left - self._noise_variance)
+        self._noise_variance = min(max(noise, _LEAST_NOISE_SD**2), _MOST_NOISE_SD**2)
+
+    def _shares(self, shape: StepShape) -> float:
+        return (
+            self._per_request * shape.num_requests
+            + self._per_row * shape.num_logits_rows
+            + self._per_context * shape.num_context_tokens
+        )
+
+    def _common_factor(self, requests: int) -> float:
+        index = min(max(requests, 1).bit_length() - 1, len(self._by_requests) - 1)
+        return math.exp(self._scale + self._by_requests[index])
+
+    def _refresh(self, knot: int) -> None:
+        """Bring the table up to date where the corrections at `knot` and the one after it reach."""
+        first = self._knots[max(knot - 1, 0)]
+        last = self._knots[min(knot + 2, len(self._knots) - 1)]
+        tokens = np.arange(first, last + 1)
+        self._factor[first : last + 1] = np.exp(np.interp(tokens, self._knots, self._local))
+
+
+class DraftingCost:
+    """Seconds of a drafter's call: base + per request + per draft, none of them negative."""
+
+    def __init__(self, base: float, per_request: float, per_token: float) -> None:
+        """As far as is known before the first call."""
+        self._parts = [base, per_request, per_token]
+        self._variances = [(3.0 * part) ** 2 for part in self._parts]
+        self._floor = [1e-3 * part for part in self._parts]
+
+    @property
+    def base(self) -> float:
+        return self._parts[0]
+
+    @property
+    def per_request(self) -> float:
+        return self._parts[1]
+
+    @property
+    def per_token(self) -> float:
+        return self._parts[2]
+
+    def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
+        if not (seconds >= 0 and math.isfinite(seconds)) or num_requests < 1:
+            return
+        counts = (1.0, float(num_requests), float(num_tokens))
+        parts, variances = self._parts, self._variances
+        expected = sum(c * p for c, p in zip(counts, parts, strict=True))
+        noise = (0.2 * max(expected, seconds)) ** 2
+        total = noise + sum(c * c * v for c, v in zip(counts, variances, strict=True))
+        limit = _MAX_DEVIATIONS * math.sqrt(total)
+        error = min(max(seconds - expected, -limit), limit)
+        for i, count in enumerate(counts):
+            gain = count * variances[i] / total
+            parts[i] = max(parts[i] + gain * error, self._floor[i])
+            # Never quite sure: the variance keeps a tenth of the part itself.
+            variances[i] = max(variances[i] * (1.0 - gain * count), (0.1 * parts[i]) ** 2)
+
+
+def _token_knots() -> list[int]:
+    """Numbers of tokens that have a correction of their own: every one at first, then four an octave."""
+    octaves = math.log2(_TABLE - 1)
+    steps = [round(2 ** (i / _KNOTS_PER_OCTAVE)) for i in range(math.ceil(octaves * _KNOTS_PER_OCTAVE))]
+    return sorted({*steps, *range(1, 9), 0, _TABLE - 1})
+
+
+def _place(knots: list[int], tokens: int) -> tuple[int, float]:
+    """The last knot that is not above `tokens` (not the very last one), and how far it is to the next, 0 to 1."""
+    low, high = 0, len(knots) - 2
+    while low < high:
+        middle = (low + high + 1) // 2
+        if knots[middle] <= tokens:
+            low = middle
+        else:
+            high = middle - 1
+    return low, (tokens - knots[low]) / (knots[low + 1] - knots[low])
+
+
+def _fit(measured: Sequence[tuple[StepShape, float]]) -> tuple[Floats, float, float, float]:
+    """([tokens] seconds, seconds a request, a row of logits, a token of context) that explain the measured steps.
+
+    Least squares of relative errors under the constraint that nothing is negative, by coordinate descent. The typical
+    curve, brought to the measured scale, takes part with a small weight: it settles what the measurements leave open.
+    """
+    knots = sorted({shape.num_tokens for shape, _ in measured} | {tokens for tokens, _ in _TYPICAL})
+    tokens, seconds_of_tokens = ([float(value) for value in column] for column in zip(*_TYPICAL, strict=True))
+    typical = np.interp([float(s.num_tokens) for s, _ in measured] or [1.0], tokens, seconds_of_tokens)
+    scale = float(np.median(np.array([t for _, t in measured] or [1.0]) / typical))
+    rows = [(s, t, 1.0) for s, t in measured]
+    rows += [
+        (StepShape(num_tokens=n, num_requests=1, num_logits_rows=n, num_context_tokens=0), scale * t, _TYPICAL_WEIGHT)
+        for n, t in _TYPICAL
+    ]
+    features = np.array(
+        [
+            [1.0, *_segments(s.num_tokens, knots), s.num_requests, s.num_logits_rows, s.num_context_tokens]
+            for s, _, _ in rows
+        ]
+    )
+    seconds = np.array([t for _, t, _ in rows])
+    weights = np.array([w for _, _, w in rows]) / seconds
+    solution = _nonnegative_least_squares(features * weights[:, None], seconds * weights)
+    curve = solution[0] + np.concatenate([[0.0], np.cumsum(solution[1 : len(knots)])])
+    table = np.interp(np.arange(_TABLE), knots, curve)
+    slope = (curve[-1] - curve[-2]) / (knots[-1] - knots[-2])
+    beyond = np.arange(knots[-1], _TABLE)
+    table[knots[-1] :] = curve[-1] + slope * (beyond - knots[-1])
+    return table, float(solution[-3]), float(solution[-2]), float(solution[-1])
+
+
+def _segments(tokens: int, knots: Sequence[int]) -> list[float]:
+    """How much of each stretch between knots lies below `tokens`; the last stretch goes on for ever."""
+    shares = [min(max((tokens - a) / (b - a), 0.0), 1.0) for a, b in itertools.pairwise(knots)]
+    if tokens > knots[-1]:
+        shares[-1] = (tokens - knots[-2]) / (knots[-1] - knots[-2])
+    return shares
+
+
+def _nonnegative_least_squares(features: Floats, wanted: Floats, sweeps: int = 300) -> Floats:
+    """x ≥ 0 that minimises |features · x - wanted|² (Lawson and Hanson's problem, solved by coordinate descent)."""
+    gram, target = features.T @ features, features.T @ wanted
+    solution = np.zeros(len(target))
+    for _ in range(sweeps):
+        before = solution.copy()
+        for i in range(len(target)):
+            if gram[i, i] > 0:
+                step = (target[i] - gram[i] @ solution) / gram[i, i]
+                solution[i] = max(solution[i] + step, 0.0)
+        if np.abs((solution - before) * np.sqrt(np.diag(gram))).max() < 1e-9:
+            break
+    return solution

@@ -1,0 +1,133 @@
+"""What speculation did and what it gained: the same books for every controller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sol.engine.types import DrafterStats, Drafting
+from sol.speculation.plan.costs import CostModel
+from sol.speculation.plan.types import Emission, StepShape
+
+
+@dataclass(slots=True)
+class _Account:
+    """Of one request."""
+
+    seconds: float = 0.0
+    """Of the steps that decoded it, and of the drafting between them"""
+    plain_seconds: float = 0.0
+    """That plain decoding would have taken for the same tokens"""
+
+
+class Ledger:
+    """Counts drafts, and compares the time that passed with the time that plain decoding would have taken.
+
+    A plain step would have taken the measured time times what the cost model says of the two shapes: a slow or a quick
+    moment of the machine then cancels out. A step that emits m tokens for a request replaces m plain ones.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._accounts: dict[str, _Account] = {}
+        self._drafters: dict[str, DrafterStats] = {}
+        self._drafting_seconds = 0.0
+        """Since the last step"""
+        self._seconds = 0.0
+        self._plain_seconds = 0.0
+
+    def add(self, request_id: str) -> None:
+        self._accounts[request_id] = _Account()
+
+    def remove(self, request_id: str) -> None:
+        self._accounts.pop(request_id, None)
+
+    def observe_step(self, shape: StepShape, seconds: float, emissions: Sequence[Emission]) -> None:
+        drafting, self._drafting_seconds = self._drafting_seconds, 0.0
+        if not emissions:
+            self._seconds += drafting
+            return
+        num_drafts = num_emitted = 0
+        for emission in emissions:
+            num_drafts += emission.num_draft_tokens
+            num_emitted += emission.num_new_tokens
+            if emission.drafter is not None and emission.num_draft_tokens:
+                self._count(emission)
+        plain, next_plain = seconds, seconds
+        beside = shape.num_tokens - num_drafts - len(emissions)
+        """Tokens of prompts: what plain decoding computes along with the first of its steps only"""
+        if num_drafts or beside > 0:
+            each = seconds / self._costs.seconds(shape)
+            plain = next_plain = each * self._costs.seconds(without_drafts(shape, num_drafts))
+            if beside > 0:
+                next_plain = each * self._costs.seconds(decoding_only(shape, len(emissions)))
+        spent = seconds + drafting
+        self._seconds += spent
+        self._plain_seconds += plain + next_plain * max(num_emitted / len(emissions) - 1.0, 0.0)
+        accounts = self._accounts
+        for emission in emissions:
+            account = accounts.get(emission.request_id)
+            if account is not None and emission.num_new_tokens:
+                account.seconds += spent
+                account.plain_seconds += plain + next_plain * (emission.num_new_tokens - 1)
+
+    def observe_drafting(self, drafting: Drafting) -> None:
+        stats = self._stats(drafting.drafter)
+        stats.seconds += drafting.seconds
+        stats.num_proposed_tokens += drafting.num_tokens
+        stats.num_failures += drafting.error is not None
+        self._drafting_seconds += drafting.seconds
+
+    def speedup(self, request_id: str) -> float | None:
+        account = self._accounts.get(request_id)
+        if account is None or account.seconds <= 0:
+            return None
+        return account.plain_seconds / account.seconds
+
+    def take_stats(self) -> tuple[dict[str, DrafterStats], float, float]:
+        """See `Controller.take_stats`."""
+        taken = self._drafters, self._seconds, self._plain_seconds
+        self._drafters, self._seconds, self._plain_seconds = {}, 0.0, 0.0
+        return taken
+
+    def _count(self, emission: Emission) -> None:
+        assert emission.drafter is not None
+        stats = self._stats(emission.drafter)
+        drafted, accepted = emission.num_draft_tokens, emission.num_accepted_tokens
+        stats.num_drafts += 1
+        stats.num_draft_tokens += drafted
+        stats.num_accepted_tokens += accepted
+        missing = drafted - len(stats.num_drafted_per_position)
+        if missing > 0:
+            stats.num_drafted_per_position += [0] * missing
+            stats.num_accepted_per_position += [0] * missing
+        for position in range(drafted):
+            stats.num_drafted_per_position[position] += 1
+            stats.num_accepted_per_position[position] += position < accepted
+
+    def _stats(self, drafter: str) -> DrafterStats:
+        stats = self._drafters.get(drafter)
+        if stats is None:
+            stats = self._drafters[drafter] = DrafterStats()
+        return stats
+
+
+def without_drafts(shape: StepShape, num_drafts: int) -> StepShape:
+    """The same step before `num_drafts` drafts were added to it."""
+    return StepShape(
+        num_tokens=shape.num_tokens - num_drafts,
+        num_requests=shape.num_requests,
+        num_logits_rows=shape.num_logits_rows - num_drafts,
+        num_context_tokens=shape.num_context_tokens - num_drafts,
+    )
+
+
+def decoding_only(shape: StepShape, num_decoding: int) -> StepShape:
+    """A step of `num_decoding` requests of this one, with one token each and an equal share of its context."""
+    requests = max(shape.num_requests, 1)
+    return StepShape(
+        num_tokens=num_decoding,
+        num_requests=num_decoding,
+        num_logits_rows=num_decoding,
+        num_context_tokens=shape.num_context_tokens * num_decoding // requests,
+    )
