@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sol import openmp
+from sol.engine.types import SpeculationParams
 from sol.sampling_params import SamplingParams
 from sol.version import __version__
 
 if TYPE_CHECKING:
     from sol.llm import LLM
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "SpeculationParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sol.errors import ConfigError
 from sol.speculation.config import SpeculativeConfig, speculative_config
@@ -173,7 +173,7 @@ class FlagOption:
     flag: str
     """`--max-model-len`."""
     type: type
-    """`int`, `float`, `str` or `bool`."""
+    """`int`, `float`, `str`, `bool`, or `dict` for a JSON object."""
     default: Any
     help: str
     choices: tuple[str, ...]
@@ -186,7 +186,7 @@ def flag_options() -> list[FlagOption]:
     for item in dataclasses.fields(EngineConfig):
         hint = hints[item.name]
         choices = literal_choices(hint)
-        plain = [a for a in get_args(hint) if a is not type(None)] if not choices else [str]
+        plain = [get_origin(a) or a for a in get_args(hint) if a is not type(None)] if not choices else [str]
         options.append(
             FlagOption(
                 name=item.name,

@@ -9,8 +9,8 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from sol.config import DEFAULT_MODEL, EngineConfig, Quantization
-from sol.engine.types import FinishReason
+from sol.config import DEFAULT_MODEL, EngineConfig, Quantization, Speculation
+from sol.engine.types import FinishReason, SpeculationParams, SpeculationUsage
 from sol.errors import ConfigError, RequestError
 from sol.interrupt import Interrupt
 from sol.local import LocalEngine, Piece
@@ -22,6 +22,8 @@ from sol.text.tokenizer import Tokenizer
 Prompt: TypeAlias = str | Mapping[str, Any]
 """A text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
 Message: TypeAlias = Mapping[str, Any]
+SpeculationWish: TypeAlias = SpeculationParams | Sequence[SpeculationParams | None] | None
+"""Of all prompts, or of each; None: as the engine is configured."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +49,10 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or the stop token id that ended the choice; None for an end token."""
+    origins: list[str] | None = None
+    """Of each token, with `SpeculationParams(include_origins=True)`: the drafter that proposed it, or "target"."""
+    speculation: SpeculationUsage | None = None
+    """What speculation did for this choice; None where the engine does not speculate."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +76,8 @@ class LLM:
 
     Options are `sol.config.EngineConfig`'s, under vLLM's names. `quantization` is None (as the checkpoint is), "int8"
     or "int4" (quantise a full-precision checkpoint as it is loaded), or what the checkpoint has to be quantised with.
-    `speculation` has one value so far, "off"; any other is a `ConfigError`.
+    `speculation` is "auto" or "off"; `speculative_model`, `num_speculative_tokens` and `speculative_config` (vLLM's
+    dictionary) say what drafts. None of them changes the text.
     One default differs from the server's: nobody watches a stream here, so `max_num_prefill_tokens` bounds nothing
     unless it is given, and prompts take as much of a step as there is.
     """
@@ -80,18 +87,24 @@ class LLM:
         model: str = DEFAULT_MODEL,
         *,
         quantization: Quantization | None = None,
-        speculation: str = "off",
+        speculation: Speculation = "auto",
+        speculative_config: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        if speculation != "off":
-            raise ConfigError(f'speculation must be "off", not {speculation!r}', param="speculation")
         unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
         if unknown:
             known = ", ".join(f for f in EngineConfig.__dataclass_fields__)
             raise ConfigError(f"LLM has no option {unknown[0]}; it knows {known}", param=unknown[0])
         if options.get("max_num_prefill_tokens") is None:
             options["max_num_prefill_tokens"] = _UNBOUNDED
-        self._engine = LocalEngine(EngineConfig(model=model, quantization=quantization, **options))
+        config = EngineConfig(
+            model=model,
+            quantization=quantization,
+            speculation=speculation,
+            speculative_config=speculative_config,
+            **options,
+        )
+        self._engine = LocalEngine(config)
         self._num_requests = 0
 
     def get_tokenizer(self) -> Tokenizer:
@@ -102,12 +115,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        speculation: SpeculationWish = None,
         use_tqdm: bool = True,
     ) -> list[PromptOutput]:
         """Complete prompts; one result each, in order. `use_tqdm` (vLLM's name) shows progress on stderr.
 
-        `sampling_params` is one for all prompts or one each. Raises `RequestError` before anything is generated if
-        a prompt or parameter cannot be honoured.
+        `sampling_params` is one for all prompts or one each, and so is `speculation`, what they want of it. Raises
+        `RequestError` before anything is generated if a prompt or parameter cannot be honoured.
         """
         wanted: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
         if not isinstance(wanted, Sequence):
@@ -117,18 +131,19 @@ class LLM:
             text, ids = self._read_prompt(prompt)
             texts.append(text)
             token_ids.append(ids)
-        return self._run(texts, token_ids, sampling_params, show=use_tqdm)
+        return self._run(texts, token_ids, sampling_params, speculation, show=use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        speculation: SpeculationWish = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PromptOutput]:
-        """Answer one conversation, or a list of them, through the model's chat template."""
+        """Answer one conversation, or a list of them, through the model's chat template. Otherwise as `generate`."""
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         template = self._engine.chat_template
         texts: list[str | None] = [
@@ -141,7 +156,7 @@ class LLM:
         ]
         encode = self._engine.tokenizer.encode
         token_ids = [encode(text, add_special_tokens=False) for text in texts if text is not None]
-        return self._run(texts, token_ids, sampling_params, show=use_tqdm)
+        return self._run(texts, token_ids, sampling_params, speculation, show=use_tqdm)
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -164,10 +179,12 @@ class LLM:
         texts: Sequence[str | None],
         token_ids: Sequence[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        speculation: SpeculationWish,
         *,
         show: bool,
     ) -> list[PromptOutput]:
         params = self._params_of_each(sampling_params, len(texts))
+        wishes = _wish_of_each(speculation, len(texts))
         results = []
         for text, ids, wanted in zip(texts, token_ids, params, strict=True):
             choices = [_empty_choice(index, wanted) for index in range(wanted.n)]
@@ -180,7 +197,7 @@ class LLM:
         interrupt = Interrupt()
         with (
             interrupt.watched() if interrupt.can_be_watched else nullcontext(),
-            closing(self._engine.stream(token_ids, params, cancelled=interrupt.pressed)) as pieces,
+            closing(self._engine.stream(token_ids, params, speculation=wishes, cancelled=interrupt.pressed)) as pieces,
             Progress(total, "Generating", show=show) as bar,
         ):
             for piece in pieces:
@@ -219,6 +236,9 @@ class LLM:
         output.text += piece.text
         output.token_ids += piece.token_ids
         output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
+        output.speculation = piece.speculation
+        if piece.origins is not None:
+            output.origins = (output.origins or []) + piece.origins
         if output.logprobs is None or piece.logprobs is None:
             return
         for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True):
@@ -243,6 +263,22 @@ def _token_ids(values: Any) -> list[int]:
         raise RequestError(
             f"prompt_token_ids must be a list of integers, not {reprlib.repr(values)}", param="prompts"
         ) from None
+
+
+def _wish_of_each(wish: SpeculationWish, count: int) -> Sequence[SpeculationParams | None]:
+    if wish is None or isinstance(wish, SpeculationParams):
+        return [wish] * count
+    if not isinstance(wish, Sequence) or not all(w is None or isinstance(w, SpeculationParams) for w in wish):
+        raise RequestError(
+            f"speculation must be a SpeculationParams, or a list with one (or None) for each prompt, not "
+            f"{reprlib.repr(wish)}",
+            param="speculation",
+        )
+    if len(wish) != count:
+        raise RequestError(
+            f"there are {count} prompts but {len(wish)} speculation: pass one, or one for each", param="speculation"
+        )
+    return wish
 
 
 def _empty_choice(index: int, params: SamplingParams) -> CompletionOutput:

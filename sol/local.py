@@ -12,11 +12,21 @@ from dataclasses import dataclass
 from sol.assemble import build_core
 from sol.config import EngineConfig
 from sol.engine.client import InProcessClient
-from sol.engine.types import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
+from sol.engine.types import (
+    TARGET,
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    SpeculationParams,
+    SpeculationUsage,
+    TokenLogprobs,
+)
 from sol.errors import ConfigError, ContextLengthError, RequestError, SolError
 from sol.models.source import resolve
 from sol.sampling_params import SamplingParams
 from sol.seeds import SeedSource
+from sol.speculation.request import check_speculation
+from sol.speculation.usage import advance
 from sol.text.chat_template import ChatTemplate, load_chat_template
 from sol.text.detokenizer import Detokenizer
 from sol.text.tokenizer import Tokenizer, end_token_ids
@@ -37,6 +47,10 @@ class Piece:
     stop_reason: str | int | None
     """The stop string or the stop token id that ended the choice."""
     num_cached_tokens: int
+    origins: list[str] | None
+    """Of each of `token_ids`, when asked for: the drafter that proposed it, or "target"."""
+    speculation: SpeculationUsage | None
+    """Of the choice, so far; None where the engine does not speculate."""
 
 
 @dataclass(slots=True)
@@ -44,6 +58,7 @@ class _Choice:
     prompt_index: int
     request: EngineRequest
     detokenizer: Detokenizer | None
+    speculation: SpeculationUsage | None
 
 
 class LocalEngine:
@@ -89,16 +104,19 @@ class LocalEngine:
         prompts: Sequence[list[int]],
         params: Sequence[SamplingParams],
         *,
+        speculation: Sequence[SpeculationParams | None] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Generator[Piece, None, None]:
         """Generate `params[i].n` choices of `prompts[i]`, all at once; pieces come in the order they are made.
+
+        `speculation[i]` is what prompt i wants of it; None, for one or for all: as the engine is configured.
 
         Once `cancelled()` is true, what is under way ends with finish_reason "abort" after the step that runs.
         Closing the iterator ends everything. Raises `RequestError` for a prompt or parameters that cannot be
         answered, before anything is generated; `EngineDeadError` if the engine failed, now or before; `SolError` if
         the model gave no finite logits for one of them.
         """
-        choices = self._make_choices(prompts, params)
+        choices = self._make_choices(prompts, params, speculation or [None] * len(prompts))
         try:
             self._client.add([choice.request for choice in choices.values()])
             while choices:
@@ -118,10 +136,17 @@ class LocalEngine:
     def close(self) -> None:
         self._client.close()
 
-    def _make_choices(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> dict[str, _Choice]:
+    def _make_choices(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        speculation: Sequence[SpeculationParams | None],
+    ) -> dict[str, _Choice]:
         choices = {}
-        for prompt_index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+        for prompt_index, (prompt, wanted, wish) in enumerate(zip(prompts, params, speculation, strict=True)):
             self._check(prompt, wanted)
+            if wish is not None:
+                check_speculation(wish, self.info.drafters)
             seed = self._seeds.next() if wanted.seed is None else wanted.seed
             for choice_index in range(wanted.n):
                 request = EngineRequest(
@@ -131,9 +156,11 @@ class LocalEngine:
                     seed=seed,
                     choice_index=choice_index,
                     eos_token_ids=self._eos_token_ids,
+                    speculation=wish,
                 )
                 detokenizer = Detokenizer(self.tokenizer, wanted, prompt) if wanted.detokenize else None
-                choices[request.request_id] = _Choice(prompt_index, request, detokenizer)
+                usage = SpeculationUsage() if self.info.drafters else None
+                choices[request.request_id] = _Choice(prompt_index, request, detokenizer, usage)
         return choices
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
@@ -167,6 +194,7 @@ class LocalEngine:
                 self._client.abort([output.request_id])
             elif finish_reason is not None:
                 text += choice.detokenizer.finish().text
+        choice.speculation, _ = advance(choice.speculation, output, len(token_ids))
         return Piece(
             prompt_index=choice.prompt_index,
             choice_index=choice.request.choice_index,
@@ -176,4 +204,13 @@ class LocalEngine:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=output.num_cached_tokens,
+            origins=self._origins(choice, output, len(token_ids)),
+            speculation=choice.speculation,
         )
+
+    def _origins(self, choice: _Choice, output: RequestOutput, count: int) -> list[str] | None:
+        wish = choice.request.speculation
+        if wish is None or not wish.include_origins:
+            return None
+        # An engine that does not speculate names nobody: everything is the model's own.
+        return ([TARGET] * count if output.origins is None else output.origins)[:count]

@@ -183,7 +183,7 @@ def test_wrong_calls_say_what_is_wrong(llm: LLM, model_path: str) -> None:
             llm.generate(prompts, params, use_tqdm=False)
     for options, message in (
         ({"quantization": "fp8"}, "quantization must be one of awq, gptq"),
-        ({"speculation": "ngram"}, 'speculation must be "off"'),
+        ({"speculation": "ngram"}, "speculation must be one of auto, off, not 'ngram'"),
         ({"tensor_parallel_size": 2}, "no option tensor_parallel_size"),
         ({"max_model_len": 513}, "made for at most 512"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "at least max_num_seqs"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Callable, Collection, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -15,6 +16,8 @@ _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2
 
 _NOT_FLAGS = frozenset({"model", "skip_tokenizer_init"})
 """The model has its own rules (`add_model_argument`); every command speaks text, so it needs a tokenizer."""
+
+_JSON_EXAMPLE = """an object in quotes, like '{"method": "ngram"}'"""
 
 _SAMPLING_HELP = {
     "max_tokens": "most tokens to generate",
@@ -40,6 +43,20 @@ def whole_number(text: str) -> int:
     if value.denominator != 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return value.numerator
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}); write {_JSON_EXAMPLE}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; write {_JSON_EXAMPLE}")
+    return value
+
+
+_READERS: dict[type, Callable[[str], Any]] = {int: whole_number, dict: json_object}
+"""Of flags that take more than Python's own constructor does."""
 
 
 def add_model_argument(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
@@ -78,12 +95,13 @@ def _add_flag(group: argparse._ArgumentGroup, option: FlagOption) -> None:
     if option.type is bool:
         group.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=option.default, help=text)
         return
+    name = "JSON" if option.type is dict else option.name.rpartition("_")[2].upper()
     group.add_argument(
         option.flag,
-        type=whole_number if option.type is int else option.type,
+        type=_READERS.get(option.type, option.type),
         default=option.default,
         choices=option.choices or None,
-        metavar=None if option.choices else option.name.rpartition("_")[2].upper(),
+        metavar=None if option.choices else name,
         help=text,
     )
 

@@ -20,6 +20,7 @@ from sol.errors import RequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from sol.engine.types import SpeculationUsage
     from sol.local import LocalEngine
     from sol.sampling_params import SamplingParams
 
@@ -85,7 +86,7 @@ def _answer(engine: LocalEngine, messages: list[dict[str, str]], params: Samplin
     from sol.interrupt import Interrupt
 
     interrupt = Interrupt()
-    text, tokens, reason = "", 0, None
+    text, tokens, reason, usage = "", 0, None, None
     started = first = 0.0
     try:
         prompt = engine.tokenizer.encode(engine.chat_template.render(messages), add_special_tokens=False)
@@ -93,7 +94,8 @@ def _answer(engine: LocalEngine, messages: list[dict[str, str]], params: Samplin
         with interrupt.watched():
             for piece in engine.stream([prompt], [params], cancelled=interrupt.pressed):
                 first = first or time.perf_counter()
-                text, tokens, reason = text + piece.text, tokens + len(piece.token_ids), piece.finish_reason
+                text, tokens = text + piece.text, tokens + len(piece.token_ids)
+                reason, usage = piece.finish_reason, piece.speculation
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
     except RequestError as error:
@@ -105,6 +107,17 @@ def _answer(engine: LocalEngine, messages: list[dict[str, str]], params: Samplin
     speed = f", then {(tokens - 1) / seconds:.1f} tokens/s" if tokens > 1 and seconds > 0 else ""
     ended = {"length": "; the length limit ended it", "abort": "; stopped"}.get(reason or "", "")
     if tokens:
-        line = f"{tokens} tokens, the first after {first - started:.2f} s{speed}{ended}"
+        line = f"{tokens} tokens, the first after {first - started:.2f} s{speed}{_speculated(usage)}{ended}"
         notes.print(line, style="dim", soft_wrap=True)  # the terminal wraps it, between words or not
     return text
+
+
+def _speculated(usage: SpeculationUsage | None) -> str:
+    """What speculation did for an answer; empty if nothing was drafted."""
+    from sol.speculation.usage import add_counts, mean_acceptance_length
+
+    length = None if usage is None else mean_acceptance_length(add_counts(usage.drafters.values()))
+    if usage is None or length is None:
+        return ""
+    faster = "" if usage.speedup is None else f", about {usage.speedup:.2f}× plain decoding"
+    return f", mean acceptance length {length:.2f}{faster}"

@@ -65,6 +65,11 @@ class Settings:
     kv_cache_tokens: int
     full_length_requests: float
     """How many requests of max_model_len tokens fit at once."""
+    drafters: tuple[str, ...]
+    """Who drafts; nobody where speculation is off."""
+    speculative_model: str | None
+    num_speculative_tokens: int
+    """The most drafts that a step verifies for a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +220,7 @@ def _settings(config: EngineConfig) -> Settings:
 
     settled = plan(config)
     memory = settled.memory
+    speculative = config.speculative()
     return Settings(
         device=str(settled.device),
         dtype=str(settled.dtype).removeprefix("torch."),
@@ -232,4 +238,7 @@ def _settings(config: EngineConfig) -> Settings:
         kv_cache=memory.kv_cache,
         kv_cache_tokens=memory.kv_tokens,
         full_length_requests=memory.full_length_requests,
+        drafters=speculative.drafters,
+        speculative_model=speculative.model,
+        num_speculative_tokens=speculative.num_speculative_tokens if speculative.drafters else 0,
     )

@@ -14,7 +14,7 @@ from sol.cli.units import size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sol.cli.diagnosis import Diagnosis
+    from sol.cli.diagnosis import Diagnosis, Settings
     from sol.config import EngineConfig
 
 
@@ -75,6 +75,7 @@ def _print(diagnosis: Diagnosis, config: EngineConfig, console: Console) -> None
                          f"of the full {settings.max_model_len:,}{cut}"),
             ("a step", f"up to {settings.max_num_seqs} requests and {settings.max_num_batched_tokens:,} tokens, "
                        f"{settings.max_num_prefill_tokens:,} of prompts while others decode"),
+            ("speculation", _speculation(settings)),
         ])  # fmt: skip
     if not diagnosis.problems:
         console.print("No problems found.", style="green")
@@ -82,6 +83,14 @@ def _print(diagnosis: Diagnosis, config: EngineConfig, console: Console) -> None
         console.print(f"Problem: {problem.what}", style="red")
         if problem.remedy:
             console.print(f"  Remedy: {problem.remedy}")
+
+
+def _speculation(settings: Settings) -> str:
+    if not settings.drafters:
+        return "off"
+    drafters = " and ".join(settings.drafters)
+    model = f" ({settings.speculative_model})" if settings.speculative_model else ""
+    return f"drafts by {drafters}{model}, up to {settings.num_speculative_tokens} for a request in a step"
 
 
 def section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:

@@ -27,7 +27,7 @@ from sol.server.metrics import Metrics, Timeline
 from sol.server.segments import Segment, Segments
 from sol.server.speculation import usage_fields
 from sol.server.state import ServedModel, ServerState, shutting_down
-from sol.speculation.usage import add_usages
+from sol.speculation.usage import add_usages, advance
 from sol.text.detokenizer import Detokenizer
 from sol.text.stop_strings import StopStrings
 
@@ -44,13 +44,13 @@ class Choice:
     prompt_index: int
     request: EngineRequest
     detokenizer: Detokenizer
+    speculation: SpeculationUsage | None
+    """So far; None where the engine does not speculate."""
     timeline: Timeline = field(init=False)
     num_tokens: int = 0
     num_cached_tokens: int = 0
     segments: Segments | None = field(init=False)
     """When the client wants to know who made the tokens."""
-    speculation: SpeculationUsage | None = None
-    """So far; None where the engine does not speculate."""
 
     def __post_init__(self) -> None:
         self.timeline = Timeline(self.request.arrival_time)
@@ -148,7 +148,8 @@ def make_choices(
                 speculation=speculation,
             )
             detokenizer = Detokenizer(model.tokenizer, params, token_ids, stops=stops)
-            choices.append(Choice(len(choices), prompt_index, request, detokenizer))
+            usage = SpeculationUsage() if model.info.drafters else None
+            choices.append(Choice(len(choices), prompt_index, request, detokenizer, usage))
     return choices
 
 
@@ -247,7 +248,7 @@ def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutp
     timeline.scheduled, timeline.first_token = output.scheduled_time, output.first_token_time
     choice.num_cached_tokens = output.num_cached_tokens
     delta = choice.detokenizer.push(output.new_token_ids, ended_by_token=output.finish_reason == "stop")
-    num_steps = _count_steps(choice, output, delta.num_tokens)
+    choice.speculation, num_steps = advance(choice.speculation, output, delta.num_tokens)
     if delta.num_tokens:
         metrics.observe_tokens(timeline, delta.num_tokens, num_steps)
     choice.num_tokens += delta.num_tokens
@@ -262,7 +263,7 @@ def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutp
     segments = None
     if choice.segments is not None:
         # An engine that does not speculate names nobody: everything is the model's own.
-        origins = (output.origins or [TARGET] * delta.num_tokens)[: delta.num_tokens]
+        origins = [TARGET] * delta.num_tokens if output.origins is None else output.origins[: delta.num_tokens]
         segments = choice.segments.take(text, delta.token_offsets, origins, finished=reason is not None)
     return ChoiceOutput(
         choice=choice,
@@ -274,12 +275,3 @@ def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutp
         stop_reason=stop_reason,
         segments=segments,
     )
-
-
-def _count_steps(choice: Choice, output: RequestOutput, num_tokens: int) -> int:
-    """How many steps made `num_tokens` tokens that count, at most as many as there are."""
-    if output.speculation is None:
-        return num_tokens  # plain decoding
-    before = 0 if choice.speculation is None else choice.speculation.num_steps
-    choice.speculation = output.speculation
-    return max(1, min(output.speculation.num_steps - before, num_tokens))

@@ -1,10 +1,10 @@
-"""What speculation did for requests, in the field's figures: sums over choices, rates and lengths."""
+"""What speculation did for requests, in the field's figures: sums over steps and choices, rates and lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sol.engine.types import DraftCounts, SpeculationUsage
+from sol.engine.types import DraftCounts, RequestOutput, SpeculationUsage
 
 
 def add_counts(counts: Iterable[DraftCounts]) -> DraftCounts:
@@ -25,6 +25,22 @@ def acceptance_rate(counts: DraftCounts) -> float | None:
 def mean_acceptance_length(counts: DraftCounts) -> float | None:
     """Tokens that a step emitted if it verified drafts: those accepted, and the target's own. None without one."""
     return 1 + counts.num_accepted_tokens / counts.num_drafts if counts.num_drafts else None
+
+
+def advance(
+    usage: SpeculationUsage | None, output: RequestOutput, num_tokens: int
+) -> tuple[SpeculationUsage | None, int]:
+    """A request's usage after an output of which `num_tokens` tokens count, and how many steps made those.
+
+    Start with an empty `SpeculationUsage` if the engine speculates, with None if it does not. An engine says nothing
+    while it decodes plainly, one token a step.
+    """
+    if usage is None or output.speculation is None:
+        if usage is not None:
+            usage.num_steps += num_tokens
+        return usage, num_tokens
+    steps = output.speculation.num_steps - usage.num_steps
+    return output.speculation, max(1, min(steps, num_tokens)) if num_tokens else 0
 
 
 def add_usages(usages: Iterable[tuple[SpeculationUsage, int]]) -> SpeculationUsage | None:

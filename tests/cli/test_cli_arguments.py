@@ -35,18 +35,30 @@ def test_flags_reach_the_configuration() -> None:
         "--max-model-len", "4K", "--max-num-seqs", "7", "--max-num-batched-tokens", "1k",
         "--max-num-prefill-tokens", "99", "--gpu-memory-utilization", "0.5", "--kv-cache-memory-bytes", "1.5G",
         "--block-size", "32", "--cpu-kernels", "portable", "--kv-cache-dtype", "int8", "--quantization", "int4",
-        "--no-enable-prefix-caching", "--seed", "-3",
+        "--no-enable-prefix-caching", "--seed", "-3", "--speculative-model", "org/small",
+        "--num-speculative-tokens", "5", "--speculative-config", '{"method": "ngram+draft_model"}',
     )  # fmt: skip
     expected = EngineConfig(
         model="org/name", load_format="dummy", dtype="bfloat16", device="cpu", max_model_len=4096, max_num_seqs=7,
         max_num_batched_tokens=1000, max_num_prefill_tokens=99, gpu_memory_utilization=0.5,
         kv_cache_memory_bytes=3 * 2**29, block_size=32, cpu_kernels="portable", kv_cache_dtype="int8",
         quantization="int4", enable_prefix_caching=False, seed=-3,
+        speculative_model="org/small", num_speculative_tokens=5, speculative_config={"method": "ngram+draft_model"},
     )  # fmt: skip
     assert engine_config(args) == expected
     plain = EngineConfig()
     untested = {f.name for f in dataclasses.fields(plain) if getattr(plain, f.name) == getattr(expected, f.name)}
-    assert untested == {"skip_tokenizer_init"}
+    assert untested == {"skip_tokenizer_init", "speculation"}
+    assert engine_config(parse("serve", "--speculation", "off")) == EngineConfig(speculation="off")
+
+
+@pytest.mark.parametrize("text", ["{method: ngram}", "ngram", "", '["ngram"]', "null"])
+def test_what_is_no_json_object(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("serve", "--speculative-config", text)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"--speculative-config: {text!r} is no" in said
+    assert said.endswith("""; write an object in quotes, like '{"method": "ngram"}'""")
 
 
 def test_the_model_may_be_positional_or_a_flag_but_not_two_models() -> None:
@@ -118,6 +130,9 @@ def test_sampling_flags() -> None:
         (["serve", "--block-size", "1000"], "block_size must be 1 to 256 tokens, not 1000"),
         (["serve", "--port", "70000"], "port must be 0 (any free one) to 65535, not 70000"),
         (["serve", "a", "--model", "b"], "model was given twice"),
+        (["serve", "--speculative-config", '{"method": "oracle"}'], "speculative_config.method must be ngram, suffix"),
+        (["serve", "--speculative-config", '{"methd": "ngram"}'], "speculative_config has no key 'methd'"),
+        (["chat", "--speculation", "off", "--speculative-model", "a/b"], "speculation is off, but speculative_model"),
         (["generate", "x", "--top-p", "2"], "top_p must be"),
         (["generate", "-", "-"], "only once"),
         (["generate", ""], "PROMPT must not be empty"),
