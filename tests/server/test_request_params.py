@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
+from sol.engine.types import SpeculationParams
 from sol.errors import RequestError
 from sol.sampling_params import SamplingParams
 from sol.seeds import SeedSource
 from sol.server.params import chat_params, completion_params
 from sol.server.protocol import ChatBody, CompletionBody
+from sol.server.speculation import speculation_params
 
 
 def chat(**fields: Any) -> SamplingParams:
@@ -83,6 +85,24 @@ def test_stream_options_need_a_stream() -> None:
     with pytest.raises(RequestError) as error:
         chat(stream_options={"include_usage": True})
     assert error.value.param == "stream_options"
+
+
+def test_a_wish_of_speculation() -> None:
+    def wish(**fields: Any) -> SpeculationParams | None:
+        body = CompletionBody.model_validate({"prompt": "Hi", **fields})
+        return speculation_params(body, ["ngram", "suffix"])
+
+    assert wish() is None
+    assert wish(speculation=None, stream_options={"include_usage": True}) is None
+    assert wish(speculation={}) == SpeculationParams()
+    assert wish(speculation={"enabled": None, "drafter": None}) == SpeculationParams()
+    assert wish(speculation={"enabled": False, "tenant": "t"}) == SpeculationParams(enabled=False, tenant="t")
+    asked = wish(speculation={"drafter": "ngram"}, stream_options={"include_speculation": True})
+    assert asked == SpeculationParams(drafter="ngram", include_origins=True)
+    assert wish(stream_options={"include_speculation": True}) == SpeculationParams(include_origins=True)
+    with pytest.raises(RequestError, match="ngram, suffix") as error:
+        wish(speculation={"drafter": "draft_model"})
+    assert error.value.param == "speculation.drafter"
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "n", "min_p", "presence_penalty", "repetition_penalty"])
