@@ -9,13 +9,16 @@ import functools
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
 from sol.config import EngineConfig, SchedulerConfig
-from sol.engine.core import EngineCore, Runner
+from sol.engine.core import EngineCore
 from sol.engine.scheduler import Scheduler
+from sol.engine.speculation import Speculation
 from sol.engine.types import EngineInfo
 from sol.errors import ConfigError
 from sol.models.checkpoint import Checkpoint, open_checkpoint
@@ -32,8 +35,10 @@ from sol.ops.reference import ReferenceOps
 from sol.runner import cpu_kernels
 from sol.runner.cpu_kernels import CpuKernels, check_kv_cache_dtype, choose_kernels, pinned_cores, unavailable
 from sol.runner.device import num_threads, resolve_device, resolve_dtype
+from sol.runner.drafters import Drafters
 from sol.runner.gpu import build_gpu_runner
 from sol.runner.gpu_runner import GpuRunner
+from sol.runner.measure import measure_steps
 from sol.runner.memory import (
     DeviceMemory,
     MemoryPlan,
@@ -46,9 +51,17 @@ from sol.runner.memory import (
     workspace_bytes,
 )
 from sol.runner.model_runner import ModelRunner
+from sol.speculation.config import SpeculativeConfig
+from sol.speculation.plan import Controller, FixedController, GoodputController, shapes_to_measure
+from sol.speculation.propose import LOOKUPS, Proposer, lookup_proposers
 from sol.version import __version__
 
 logger = logging.getLogger(__name__)
+
+_MIN_DRAFTS: Final = 64
+"""Drafts that a step can verify, however few requests there may be"""
+_MEASURING_SECONDS: Final = 1.0
+"""For steps that are measured at start-up"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +81,9 @@ class EnginePlan:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_prefill_tokens: int
+    max_num_logits_rows: int
+    """Most rows of logits in a step: of requests that are sampled, and of drafts."""
+    speculative: SpeculativeConfig
     memory: MemoryPlan
 
 
@@ -99,16 +115,20 @@ def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
             "running request gets a token in each step",
             param="max_num_batched_tokens",
         )
+    speculative = config.speculative()
+    # Drafts of as many requests again; a few where there are few requests.
+    max_num_drafts = max(_MIN_DRAFTS, max_num_seqs) if speculative.drafters else 0
+    max_num_logits_rows = min(max_num_seqs + max_num_drafts, max_num_batched_tokens)
     checkpoint = open_checkpoint(files, config.quantization)
     shapes = parameter_shapes(model)
     if kernels is None:
         weights = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-        workspace = workspace_bytes(model, dtype, max_num_batched_tokens, max_num_seqs)
+        workspace = workspace_bytes(model, dtype, max_num_batched_tokens, max_num_logits_rows)
         kv_per_token = kv_bytes_per_token(model, dtype)
     else:
         matrix_dtype = None if config.dtype == "auto" else dtype
         weights = packed_nbytes(kernels.native, kernels.isa, shapes, checkpoint, matrix_dtype)
-        workspace = cpu_kernels.workspace_bytes(model, max_num_batched_tokens, max_num_seqs)
+        workspace = cpu_kernels.workspace_bytes(model, max_num_batched_tokens, max_num_logits_rows)
         kv_per_token = kernels.kv_bytes_per_token(model, config.block_size)
     memory = plan_memory(
         config,
@@ -131,6 +151,8 @@ def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_prefill_tokens=config.max_num_prefill_tokens or (128 if on_cpu else 2048),
+        max_num_logits_rows=max_num_logits_rows,
+        speculative=speculative,
         memory=memory,
     )
 
@@ -144,17 +166,33 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
     settled = plan(config, progress=progress)
     model, memory, device = settled.model, settled.memory, settled.device
     torch.set_num_threads(settled.threads)
-    runner: Runner
+    speculative = settled.speculative
+    runner: ModelRunner | GpuRunner
     if device.type == "cuda":
-        runner, memory, weight_bytes = _build_gpu_runner(config, settled, progress=progress)
+        drafters = _drafters(settled, lookup_proposers(speculative))
+        runner, memory, weight_bytes = _build_gpu_runner(config, settled, drafters, progress=progress)
     else:
         executor, weight_bytes = _build_executor(config, settled, progress=progress)
-        model_runner = ModelRunner(executor, block_size=config.block_size, num_blocks=memory.num_blocks, device=device)
-        model_runner.run_worst_case(settled.max_num_seqs, settled.max_num_batched_tokens, memory.max_model_len)
+        drafters = _drafters(settled, lookup_proposers(speculative))
+        runner = ModelRunner(
+            executor,
+            block_size=config.block_size,
+            num_blocks=memory.num_blocks,
+            device=device,
+            drafters=drafters,
+            verify_method=speculative.verify_method,
+        )
+        runner.run_worst_case(settled.max_num_logits_rows, settled.max_num_batched_tokens, memory.max_model_len)
         if isinstance(executor, CpuExecutor):
             executor.trim()
         return_freed_memory()
-        runner = model_runner
+    speculation = None
+    if drafters is not None:
+        speculation = Speculation(
+            _controller(settled, memory, runner),
+            num_speculative_tokens=speculative.num_speculative_tokens,
+            caching=[name for name in drafters.names if name not in LOOKUPS],
+        )
     scheduler = Scheduler(
         SchedulerConfig(
             max_model_len=memory.max_model_len,
@@ -164,7 +202,9 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
             block_size=config.block_size,
             num_blocks=memory.num_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
-        )
+            max_num_logits_rows=settled.max_num_logits_rows,
+        ),
+        speculation,
     )
     info = EngineInfo(
         model=config.model,
@@ -179,12 +219,34 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
         weight_bytes=weight_bytes,
         kv_cache_bytes=memory.kv_cache,
         load_seconds=time.monotonic() - started,
+        drafters=drafters.names if drafters is not None else [],
+        num_speculative_tokens=speculative.num_speculative_tokens if drafters is not None else 0,
     )
     return EngineCore(scheduler, runner, info, work_ahead=1 if device.type == "cuda" else 0)
 
 
+def _drafters(settled: EnginePlan, proposers: Sequence[Proposer]) -> Drafters | None:
+    return Drafters(proposers, vocab_size=settled.model.vocab_size) if proposers else None
+
+
+def _controller(settled: EnginePlan, memory: MemoryPlan, runner: ModelRunner | GpuRunner) -> Controller:
+    """Who decides about drafts, told what steps take here."""
+    speculative = settled.speculative
+    shapes = shapes_to_measure(
+        max_num_seqs=settled.max_num_seqs,
+        max_num_batched_tokens=settled.max_num_batched_tokens,
+        max_model_len=memory.max_model_len,
+        num_speculative_tokens=speculative.num_speculative_tokens,
+    )
+    measured = measure_steps(
+        runner, shapes, num_blocks=memory.num_blocks, block_size=memory.block_size, seconds=_MEASURING_SECONDS
+    )
+    make = FixedController if speculative.controller == "fixed" else GoodputController
+    return make(speculative.drafters, speculative.num_speculative_tokens, measured=measured)
+
+
 def _build_gpu_runner(
-    config: EngineConfig, settled: EnginePlan, *, progress: bool
+    config: EngineConfig, settled: EnginePlan, drafters: Drafters | None, *, progress: bool
 ) -> tuple[GpuRunner, MemoryPlan, int]:
     """The runner, the plan of its memory with what was measured, and the bytes of the model's weights."""
     first = settled.memory
@@ -219,6 +281,8 @@ def _build_gpu_runner(
         device=settled.device,
         max_num_seqs=settled.max_num_seqs,
         max_num_batched_tokens=settled.max_num_batched_tokens,
+        drafters=drafters,
+        verify_method=settled.speculative.verify_method,
     )
     return runner, memory, program.weight_bytes
 

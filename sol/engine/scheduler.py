@@ -328,14 +328,15 @@ class Scheduler:
         plan.
         """
         step = self._unread.popleft()
+        if self._speculation:
+            rows = [row for row in step.rows if self._requests.get(row.request.request_id) is row.request]
+            self._speculation.observe(step.shape, rows, result, seconds)
         outputs = []
         for row in step.rows:
             output = self._read(row, result)
             if output is not None:
                 outputs.append(output)
         self._running = [request for request in self._running if request.block_ids]
-        if self._speculation:
-            self._speculation.observe(step, result, seconds)
         return outputs
 
     def _read(self, row: PlannedRow, result: StepOutput) -> RequestOutput | None:

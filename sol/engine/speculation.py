@@ -39,8 +39,15 @@ class PlannedRow:
     sampled: bool
     decoding: bool
     """Its last token was all there was to compute."""
-    drafter: str | None = None
+    draft: Draft | None = None
+    """What was at hand for it"""
     num_drafts: int = 0
+    """So much of that is verified."""
+
+    @property
+    def drafter(self) -> str | None:
+        """Whose drafts are verified"""
+        return self.draft.drafter if self.draft is not None and self.num_drafts else None
 
     @property
     def most_new_tokens(self) -> int:
@@ -141,6 +148,7 @@ class Speculation:
             request, draft = row.request, row.request.draft
             if draft is None or not row.decoding or request.num_pending_tokens > 1:
                 continue
+            row.draft = draft
             # The step's own token is planned already; each accepted draft is one more.
             limit = min(len(draft.token_ids), self._num_speculative_tokens, request.num_unplanned_tokens)
             if limit < 1:
@@ -160,7 +168,7 @@ class Speculation:
 
     def _verify(self, plan: SchedulerOutput, row: PlannedRow, count: int, shape: StepShape, reserve: Reserve) -> int:
         """How many drafts there is room for, of `count`; they are in the plan then."""
-        request, draft = row.request, row.request.draft
+        request, draft = row.request, row.draft
         assert draft is not None
         if count < 1:
             return 0
@@ -168,7 +176,7 @@ class Speculation:
         count = min(count, reserve(row, computed + count) - computed)
         if count < 1:
             return 0
-        row.drafter, row.num_drafts = draft.drafter, count
+        row.num_drafts = count
         request.num_computed_tokens += count
         request.num_pending_tokens += count
         request.num_verifying += count
@@ -219,25 +227,32 @@ class Speculation:
 
     # ── results ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def observe(self, step: PlannedStep, result: StepOutput, seconds: float | None) -> None:
-        """A step has been read. `seconds`: how long it took, with drafting; None if nobody measured."""
+    def observe(
+        self, shape: StepShape | None, rows: Iterable[PlannedRow], result: StepOutput, seconds: float | None
+    ) -> None:
+        """A step has been read; `rows` are those of requests that are still there. `seconds`: how long it took, with
+        drafting; None if nobody measured."""
         for drafting in result.draftings:
             self._controller.observe_drafting(drafting)
-        if seconds is None or step.shape is None:
+        if seconds is None or shape is None:
             return
-        emissions = [
-            Emission(
-                request_id=row.request.request_id,
-                drafter=row.drafter,
-                num_draft_tokens=row.num_drafts,
-                num_accepted_tokens=count - 1,
-                num_new_tokens=count,
-            )
-            for row in step.rows
-            if row.decoding and (count := len(result.sampled_token_ids.get(row.request.request_id, ())))
-        ]
+        emissions = []
+        for row in rows:
+            token_ids = result.sampled_token_ids.get(row.request.request_id)
+            if row.decoding and token_ids:
+                emissions.append(
+                    Emission(
+                        request_id=row.request.request_id,
+                        drafter=row.drafter,
+                        num_draft_tokens=row.num_drafts,
+                        num_accepted_tokens=len(token_ids) - 1,
+                        num_new_tokens=len(token_ids),
+                        draft=row.draft,
+                        new_token_ids=token_ids,
+                    )
+                )
         spent = sum(drafting.seconds for drafting in result.draftings)
-        self._controller.observe_step(step.shape, max(0.0, seconds - spent), emissions)
+        self._controller.observe_step(shape, max(0.0, seconds - spent), emissions)
 
     def count(self, row: PlannedRow, num_accepted: int) -> None:
         """`num_accepted` drafts of the row came out."""

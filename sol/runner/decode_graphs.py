@@ -89,8 +89,11 @@ class DecodeGraphs:
 
     def sample(self, logits: torch.Tensor, entries: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
         """Tokens of any step's logits; they become their rows' next inputs."""
-        token_ids = self._token_ids[: logits.shape[0]]
-        if token_ids.shape[0]:
+        count = logits.shape[0]
+        token_ids = self._token_ids[:count]
+        if count > token_ids.shape[0]:  # drafts
+            token_ids = self._token_ids.new_empty(count)
+        if count:
             self._sample(logits, entries, seq_lens, token_ids)
         return token_ids
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from sol.engine.types import Drafting, ProposalPlan
+from sol.engine.types import Draft, Drafting, ProposalPlan, SchedulerOutput
 from sol.speculation.propose import Proposal, ProposalRow, Proposer
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,13 @@ class Drafters:
                 if proposal.token_ids:
                     result.proposals[row.request_id] = name, proposal
         return result
+
+    def leave(self, plan: SchedulerOutput) -> None:
+        """What the requests that a plan removes leave behind is forgotten."""
+        preempted = plan.preempted_request_ids
+        removed = plan.removed_request_ids
+        self.forget([name for name in removed if name not in preempted], finished=True)
+        self.forget([name for name in removed if name in preempted], finished=False)
 
     def forget(self, request_ids: Sequence[str], *, finished: bool) -> None:
         if not request_ids:
@@ -146,6 +153,13 @@ class Drafters:
                 raise ValueError(f"scores {scores} of {len(token_ids)} drafts are not one probability each")
             if proposal.probs is not None and proposal.probs.shape[0] != len(token_ids):
                 raise ValueError(f"{proposal.probs.shape[0]} distributions of {len(token_ids)} drafts")
+
+
+def as_draft(drafter: str, proposal: Proposal) -> Draft:
+    """What the scheduler hears of a proposal."""
+    return Draft(
+        drafter=drafter, token_ids=proposal.token_ids, scores=proposal.scores, sampled=proposal.probs is not None
+    )
 
 
 def expected(proposal: Proposal) -> float:

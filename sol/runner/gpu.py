@@ -11,8 +11,10 @@ from sol.errors import ConfigError, OutOfMemoryError
 from sol.models.config import ModelConfig
 from sol.ops import KVCache, Program
 from sol.runner.decode_graphs import decode_buckets
+from sol.runner.drafters import Drafters
 from sol.runner.gpu_runner import GpuRunner
 from sol.runner.memory import MemoryPlan, no_room_for_kv_cache
+from sol.speculation.config import VerifyMethod
 
 
 def build_gpu_runner(
@@ -25,6 +27,8 @@ def build_gpu_runner(
     device: torch.device,
     max_num_seqs: int,
     max_num_batched_tokens: int,
+    drafters: Drafters | None = None,
+    verify_method: VerifyMethod = "coupled",
 ) -> tuple[GpuRunner, MemoryPlan]:
     """A runner that is ready, and the plan its memory follows.
 
@@ -65,6 +69,8 @@ def build_gpu_runner(
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=first.max_model_len,
             device=device,
+            drafters=drafters,
+            verify_method=verify_method,
         )
 
     try:

@@ -8,6 +8,9 @@ A result is read when it is asked for. Until then the tokens it samples are know
 after it take them from there. Rows whose sampling depends on what the host knows (penalties, logprobs …) are sampled
 by the host's sampler, which waits for the steps before it; their neighbours are not affected.
 
+A row with drafts is sampled at each of them; which ones were right is seen when the step is read. Nothing follows such
+a row before that, and who drafts for the next step does so then.
+
 On a CPU the same code runs on torch's twins of the kernels, without graphs: that is what its tests do.
 """
 
@@ -27,13 +30,17 @@ from sol.ops.gpu.batch import DeviceBatch
 from sol.ops.program import Ops, run
 from sol.runner.decode_graphs import DecodeGraphs, decode_buckets
 from sol.runner.device_rows import DeviceRows, pack_parameters
+from sol.runner.drafters import Drafters, as_draft
 from sol.runner.input_batch import HeldRequest
 from sol.runner.model_runner import worst_case
 from sol.runner.staging import Staging
 from sol.sampling import batched
-from sol.sampling.sampler import NOT_FINITE_MESSAGE, SampledToken, sample
+from sol.sampling.sampler import NOT_FINITE_MESSAGE, SampledToken
+from sol.speculation.config import VerifyMethod
+from sol.speculation.verify import VerifyRow, verify
 
 _Ints = npt.NDArray[np.int64]
+_Draft = Callable[[SchedulerOutput, StepOutput], None]
 
 UNKNOWN: Final = -1
 """In place of a token id or a block id: what the device has."""
@@ -42,7 +49,7 @@ UNKNOWN: Final = -1
 class _Row:
     """A request that the runner holds."""
 
-    __slots__ = ("entry", "held", "new_block", "num_planned_tokens")
+    __slots__ = ("drafts", "entry", "held", "new_block", "num_planned_tokens")
 
     def __init__(self, held: HeldRequest, entry: int) -> None:
         self.held = held
@@ -52,18 +59,52 @@ class _Row:
         """The block that the latest plan gave it"""
         self.num_planned_tokens = held.num_tokens
         """With those that steps sample which are not read yet"""
+        self.drafts: list[int] = []
+        """That the latest plan verifies"""
+
+
+class _Sampled:
+    """A row that a step samples, after its last token and after each of its drafts."""
+
+    __slots__ = ("by_host", "drafts", "place", "request_id", "row")
+
+    def __init__(self, request_id: str, row: _Row, place: int) -> None:
+        self.request_id, self.row = request_id, row
+        self.drafts = row.drafts
+        self.place = place
+        """Of the first of its tokens among the step's"""
+        self.by_host: list[SampledToken] | None = None
+        """What the host sampled, where it did"""
+
+    @property
+    def num_tokens(self) -> int:
+        return 1 + len(self.drafts)
+
+    def choose(self, tokens: Sequence[int]) -> list[SampledToken]:
+        """`tokens` of the whole step → those that the row emits."""
+        if self.by_host is not None:
+            return self.by_host
+        chosen: list[SampledToken] = []
+        for token_id, draft in zip(tokens[self.place :], [*self.drafts, None], strict=False):
+            if token_id == batched.NOT_FINITE:
+                return chosen or [SampledToken(token_id=token_id, error=NOT_FINITE_MESSAGE)]
+            chosen.append(SampledToken(token_id=token_id))
+            if token_id != draft:
+                break
+        return chosen
 
 
 class _Step:
     """A step that was started."""
 
-    def __init__(self, sampled: list[tuple[str, _Row, int]], wait: Callable[[], list[int]]) -> None:
+    def __init__(
+        self, plan: SchedulerOutput, sampled: list[_Sampled], wait: Callable[[], list[int]], draft: _Draft
+    ) -> None:
         self.sampled = sampled
-        """Request, row, and its place among the step's tokens"""
-        self.by_host: dict[int, SampledToken] = {}
-        """By place: what the host sampled"""
         self.output: StepOutput | None = None
+        self._plan = plan
         self._wait = wait
+        self._draft = draft
 
     def read(self) -> StepOutput:
         """Wait for the step's end, and let the rows know their tokens. Steps must be read in order."""
@@ -71,17 +112,20 @@ class _Step:
             return self.output
         tokens = self._wait() if self.sampled else []
         output = StepOutput(sampled_token_ids={}, logprobs={}, errors={})
-        for request_id, row, place in self.sampled:
-            by_host = self.by_host.get(place)
-            token_id = tokens[place] if by_host is None else by_host.token_id
-            if token_id == batched.NOT_FINITE:
-                output.errors[request_id] = NOT_FINITE_MESSAGE
+        for one in self.sampled:
+            chosen = one.choose(tokens)
+            if chosen[0].error is not None:
+                output.errors[one.request_id] = chosen[0].error
                 continue
-            row.held.output_token_ids.append(token_id)
-            output.sampled_token_ids[request_id] = [token_id]
-            if by_host is not None and by_host.logprobs is not None:
-                output.logprobs[request_id] = [by_host.logprobs]
+            token_ids = [token.token_id for token in chosen]
+            one.row.held.output_token_ids += token_ids
+            one.row.num_planned_tokens -= one.num_tokens - len(token_ids)
+            output.sampled_token_ids[one.request_id] = token_ids
+            if chosen[0].logprobs is not None:
+                output.logprobs[one.request_id] = [token.logprobs for token in chosen if token.logprobs is not None]
         self.output = output
+        if self._plan.proposals:
+            self._draft(self._plan, output)
         return output
 
 
@@ -98,7 +142,11 @@ class GpuRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         device: torch.device,
+        drafters: Drafters | None = None,
+        verify_method: VerifyMethod = "coupled",
     ) -> None:
+        self._drafters = drafters
+        self._verify_method: VerifyMethod = verify_method
         self._program, self._ops, self._kv_cache = program, ops, kv_cache
         self._block_size = kv_cache.block_size
         self._max_num_seqs = max_num_seqs
@@ -131,7 +179,7 @@ class GpuRunner:
         capacity = min(self._max_model_len, (self._kv_cache.num_blocks - 1) * self._block_size)
         plan = worst_case(num_requests, num_tokens, capacity, self._block_size)
         self.execute(plan)
-        self._remove([new.request_id for new in plan.new_requests])
+        self.remove([new.request_id for new in plan.new_requests])
 
     @torch.inference_mode()
     def capture(self, buckets: Sequence[int] | None = None) -> None:
@@ -148,18 +196,25 @@ class GpuRunner:
         self._apply(plan)
         counts = plan.num_scheduled_tokens
         rows = [self._rows[request_id] for request_id in counts]
-        sampled = []
-        for place, ((request_id, count), row) in enumerate(zip(counts.items(), rows, strict=True)):
-            if row.held.num_computed_tokens + count == row.num_planned_tokens:
-                row.num_planned_tokens += 1
-                sampled.append((request_id, row, place))
+        sampled: list[_Sampled] = []
+        wanted: list[int] = []
+        """Rows of the batch's tokens that are sampled after, in the order of `sampled`"""
+        last = -1
+        for (request_id, count), row in zip(counts.items(), rows, strict=True):
+            last += count
+            if row.held.num_computed_tokens + count == row.num_planned_tokens + len(row.drafts):
+                one = _Sampled(request_id, row, len(wanted))
+                wanted += range(last + 1 - one.num_tokens, last + 1)
+                row.num_planned_tokens += one.num_tokens
+                sampled.append(one)
         if not plan.new_requests and all(count == 1 for count in counts.values()):
             logits, token_ids = self._decode(rows)
+            for one, place in zip(sampled, wanted, strict=True):
+                one.place = place
         else:
-            logits, token_ids = self._ragged(plan, rows, [place for _, _, place in sampled])
-            sampled = [(request_id, row, place) for place, (request_id, row, _) in enumerate(sampled)]
+            logits, token_ids = self._ragged(plan, rows, sampled, wanted)
         # Copied before the next step may overwrite it, and before the host's sampler waits for anything.
-        step = _Step(sampled, self._staging.read_later(token_ids))
+        step = _Step(plan, sampled, self._staging.read_later(token_ids), self._draft)
         self._sample_by_host(step, logits)
         self._unread.append(step)
         return lambda: self._read(step)
@@ -187,8 +242,10 @@ class GpuRunner:
         start = held.num_computed_tokens
         return int(held.tokens(start, start + 1)[0]) if start < held.num_tokens else UNKNOWN
 
-    def _ragged(self, plan: SchedulerOutput, rows: list[_Row], sampled: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """One launch after the other. `sampled` says which rows are; logits and tokens are those rows'."""
+    def _ragged(
+        self, plan: SchedulerOutput, rows: list[_Row], sampled: list[_Sampled], wanted: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One launch after the other. Logits and tokens are those after the `wanted` tokens of the batch."""
         counts = list(plan.num_scheduled_tokens.values())
         block_size = self._block_size
         ends = np.cumsum(counts)
@@ -203,13 +260,17 @@ class GpuRunner:
             table[index, : len(block_ids)] = block_ids
             spans.append(span)
             slots.append(block_ids[span // block_size] * block_size + span % block_size)
-            if start < row.held.num_tokens:
+            if row.drafts:
+                tokens += [row.held.tokens(start, start + count - len(row.drafts)), np.array(row.drafts)]
+            elif start < row.held.num_tokens:
                 tokens.append(row.held.tokens(start, start + count))
             else:
                 tokens.append(np.zeros(1, dtype=np.int64))
                 unknown.append((ends[index] - 1, row.entry))
         entries = np.array([row.entry for row in rows])
         added = [self._rows[new.request_id] for new in plan.new_requests]
+        places_in_batch = np.array(wanted, dtype=np.int64)
+        repeats = [one.num_tokens for one in sampled]
         parts = self._staging.send(
             np.concatenate(tokens),
             np.concatenate(spans),
@@ -218,9 +279,9 @@ class GpuRunner:
             np.concatenate([[0], ends]),
             seq_lens,
             entries,
-            ends[sampled] - 1,
-            entries[sampled],
-            seq_lens[sampled],
+            places_in_batch,
+            np.repeat(np.array([one.row.entry for one in sampled], dtype=np.int64), repeats),
+            np.concatenate(spans)[places_in_batch] + 1,
             np.array(unknown, dtype=np.int64).reshape(-1, 2).T,
             np.array([row.entry for row in added], dtype=np.int64),
             pack_parameters([row.held.row for row in added]) if added else np.zeros((6, 0), dtype=np.int64),
@@ -249,26 +310,51 @@ class GpuRunner:
 
     def _sample_by_host(self, step: _Step, logits: torch.Tensor) -> None:
         by_host = [
-            (row, place)
-            for _, row, place in step.sampled
-            if batched.needs_host(row.held.row, row.num_planned_tokens - 1 - len(row.held.prompt_token_ids))
+            one
+            for one in step.sampled
+            if (one.drafts and self._verify_method != "coupled")
+            or batched.needs_host(
+                one.row.held.row, one.row.num_planned_tokens - one.num_tokens - len(one.row.held.prompt_token_ids)
+            )
         ]
         if not by_host:
             return
         while self._unread:
             self._unread.popleft().read()
-        places = [place for _, place in by_host]
-        tokens = sample(logits[places], [row.held.row for row, _ in by_host])
-        step.by_host = dict(zip(places, tokens, strict=True))
+        rows = []
+        for one in by_host:
+            held = one.row.held
+            probs, held.draft_probs = held.draft_probs, None
+            rows.append(VerifyRow(held.row, one.drafts, None if probs is None else probs[: len(one.drafts)]))
+        places = [place for one in by_host for place in range(one.place, one.place + one.num_tokens)]
+        for one, tokens in zip(by_host, verify(logits[places], rows, self._verify_method), strict=True):
+            one.by_host = tokens
         (entries, token_ids) = self._staging.send(
-            np.array([row.entry for row, _ in by_host]), np.array([max(0, token.token_id) for token in tokens])
+            np.array([one.row.entry for one in by_host]),
+            np.array([max(0, one.by_host[-1].token_id) for one in by_host if one.by_host]),
         )
         self._entries.last_token_ids.index_copy_(0, entries, token_ids)
+
+    def _draft(self, plan: SchedulerOutput, output: StepOutput) -> None:
+        """At the end of a step that has been read. Rows that left since are not drafted for."""
+        if self._drafters is None:
+            return
+        wanted = {
+            name: one for name, one in plan.proposals.items() if name in output.sampled_token_ids and name in self._rows
+        }
+        rows = {name: self._rows[name].held.proposal_row(name, one.max_tokens) for name, one in wanted.items()}
+        answer = self._drafters.propose(wanted, rows)
+        output.draftings = answer.draftings
+        for request_id, (name, proposal) in answer.proposals.items():
+            self._rows[request_id].held.draft_probs = proposal.probs
+            output.drafts[request_id] = as_draft(name, proposal)
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _apply(self, plan: SchedulerOutput) -> None:
-        self._remove(plan.removed_request_ids)
+        if self._drafters is not None:
+            self._drafters.leave(plan)
+        self.remove(plan.removed_request_ids)
         for new in plan.new_requests:
             if new.request_id in self._rows:
                 raise RuntimeError(f"the plan adds {new.request_id!r}, which the runner holds already")
@@ -277,8 +363,11 @@ class GpuRunner:
             row = self._rows[cached.request_id]
             row.held.update(cached)
             row.new_block = cached.new_block_ids[-1] if cached.new_block_ids else UNKNOWN
+        for request_id in plan.num_scheduled_tokens:
+            self._rows[request_id].drafts = plan.draft_token_ids.get(request_id, [])
 
-    def _remove(self, request_ids: Sequence[str]) -> None:
+    def remove(self, request_ids: Sequence[str]) -> None:
+        """Requests that left, or that no scheduler planned."""
         for request_id in request_ids:
             row = self._rows.pop(request_id, None)
             if row is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from sol.engine.types import Draft, NewRequestData, SchedulerOutput, StepOutput
+from sol.engine.types import NewRequestData, SchedulerOutput, StepOutput
 from sol.ops import Executor
-from sol.runner.drafters import Drafters
+from sol.runner.drafters import Drafters, as_draft
 from sol.runner.input_batch import InputBatch
 from sol.sampling.sampler import SampledToken, sample
 from sol.sampling_params import SamplingParams
@@ -42,7 +42,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> StepOutput:
-        self._forget(plan)
+        if self._drafters is not None:
+            self._drafters.leave(plan)
         self._batch.apply(plan)
         batch, sampled = self._batch.build(plan)
         logits = self._executor.forward(batch)
@@ -74,26 +75,18 @@ class ModelRunner:
         result.draftings = answer.draftings
         for request_id, (name, proposal) in answer.proposals.items():
             self._batch.set_draft_probs(request_id, proposal.probs)
-            result.drafts[request_id] = Draft(
-                drafter=name,
-                token_ids=proposal.token_ids,
-                scores=proposal.scores,
-                sampled=proposal.probs is not None,
-            )
-
-    def _forget(self, plan: SchedulerOutput) -> None:
-        if self._drafters is not None and plan.removed_request_ids:
-            preempted = plan.preempted_request_ids
-            removed = plan.removed_request_ids
-            self._drafters.forget([name for name in removed if name not in preempted], finished=True)
-            self._drafters.forget([name for name in removed if name in preempted], finished=False)
+            result.drafts[request_id] = as_draft(name, proposal)
 
     def run_worst_case(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
         """The largest step there can be, once, before anybody waits: it must fit, and first calls are slow."""
         capacity = min(max_model_len, self._num_blocks * self._block_size)
         plan = worst_case(max_num_seqs, max_num_batched_tokens, capacity, self._block_size)
         self.execute(plan)
-        self._batch.remove([new.request_id for new in plan.new_requests])
+        self.remove([new.request_id for new in plan.new_requests])
+
+    def remove(self, request_ids: Sequence[str]) -> None:
+        """Requests of plans that no scheduler made."""
+        self._batch.remove(request_ids)
 
 
 def worst_case(max_num_seqs: int, max_num_batched_tokens: int, capacity: int, block_size: int) -> SchedulerOutput:

@@ -172,8 +172,8 @@ def _drafters(method: Any, values: Mapping[str, Any]) -> tuple[str, ...]:
     for name in names:
         if name in _NOT_YET:
             raise ConfigError(
-                f"speculative_config.method {name!r} is not supported yet: use one of {', '.join(DRAFTERS)}, or several "
-                'joined by "+"',
+                f"speculative_config.method {name!r} is not supported yet: use one of {', '.join(DRAFTERS)}, or "
+                'several joined by "+"',
                 param="speculative_config",
             )
         if name not in DRAFTERS:

@@ -46,8 +46,8 @@ class Proposal:
     scores: list[float] | None = None
     """Of each draft, how probable the drafter holds it that it is right given that those before it are; from 0 to 1."""
     probs: torch.Tensor | None = None
-    """[k, vocab_size] float32: the distributions that the drafts were *sampled* from with noise of their own. None where
-    the drafts are a function of what came before (lookup, greedy, coupled sampling)."""
+    """[k, vocab_size] float32: the distributions that the drafts were *sampled* from with noise of their own. None
+    where the drafts are a function of what came before (lookup, greedy, coupled sampling)."""
 
 
 class Proposer(Protocol):
