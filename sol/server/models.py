@@ -30,4 +30,5 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "root": info.model,
         "parent": None,
         "max_model_len": info.max_model_len,
+        "drafters": info.drafters,
     }

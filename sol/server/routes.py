@@ -14,6 +14,7 @@ from sol.server.chat import chat_completions
 from sol.server.completions import completions
 from sol.server.errors import handle_disconnect, handle_error, handle_http_exception
 from sol.server.middleware import ApiKeyMiddleware, RequestIdMiddleware
+from sol.server.page import page
 from sol.server.state import ServerState
 from sol.server.tokenize import detokenize, tokenize
 
@@ -22,6 +23,7 @@ def create_app(state: ServerState) -> Starlette:
     """An ASGI application. `sol.server.app` gives it a port, a loaded model and an end."""
     app = Starlette(
         routes=[
+            Route("/", page),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/models", models.list_models),
