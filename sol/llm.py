@@ -49,10 +49,11 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or the stop token id that ended the choice; None for an end token."""
-    origins: list[str] | None = None
+    origins: list[str] | None = field(default=None, compare=False)
     """Of each token, with `SpeculationParams(include_origins=True)`: the drafter that proposed it, or "target"."""
-    speculation: SpeculationUsage | None = None
-    """What speculation did for this choice; None where the engine does not speculate."""
+    speculation: SpeculationUsage | None = field(default=None, compare=False)
+    """What speculation did for this choice; None where the engine does not speculate. How fast an answer came is no
+    part of it, so this does not count when choices are compared, nor do the origins."""
 
 
 @dataclass(slots=True, kw_only=True)
