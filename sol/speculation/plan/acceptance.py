@@ -103,7 +103,7 @@ class Acceptance:
         curve = np.clip(self._curve[drafter], _LEAST_SCORE, _MOST_SCORE)
         log_odds = np.log(curve / (1.0 - curve))[np.minimum(np.arange(num_tokens), _POSITIONS - 1)]
         odds = log_odds + self._by_request[drafter, slots][:, None]
-        result: Floats = np.cumprod(probability(odds), axis=1)
+        result: Floats = np.cumprod(probability(odds), axis=1, dtype=np.float64)
         return result
 
 

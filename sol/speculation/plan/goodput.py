@@ -212,9 +212,9 @@ class GoodputController:
         best = int(np.argmax(goodputs))
         if goodputs[best] < _MARGIN * goodputs[0]:
             return np.zeros(rows), np.zeros(rows, dtype=np.int64)
-        owners = order[:best] // longest
+        owners: Ints = (order[:best] // longest).astype(np.int64)
         lengths = np.bincount(owners, minlength=rows).astype(np.int64)
-        net = np.bincount(owners, flat[order[:best]], minlength=rows)
+        net: Floats = np.bincount(owners, flat[order[:best]], minlength=rows).astype(np.float64)
         net -= goodputs[best] * (seconds[best] - seconds[0] - price.base) * lengths / best
         return net, lengths
 

@@ -66,7 +66,8 @@ class Emission:
 class Controller(Protocol):
     """Decides who drafts, and how many drafts are verified. Knows no tensor and no clock.
 
-    It is told what took how long. It is asked and told by one scheduler, from one thread. Whatever it decides, tokens stay the same.
+    It is told what took how long. One scheduler asks it and tells it, from one thread. Whatever it decides, tokens stay
+    the same.
     """
 
     def add(self, request_id: str, wish: SpeculationParams | None) -> None:
