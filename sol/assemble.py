@@ -239,7 +239,12 @@ def _controller(settled: EnginePlan, memory: MemoryPlan, runner: ModelRunner | G
         num_speculative_tokens=speculative.num_speculative_tokens,
     )
     measured = measure_steps(
-        runner, shapes, num_blocks=memory.num_blocks, block_size=memory.block_size, seconds=_MEASURING_SECONDS
+        runner,
+        shapes,
+        num_blocks=memory.num_blocks,
+        block_size=memory.block_size,
+        max_model_len=memory.max_model_len,
+        seconds=_MEASURING_SECONDS,
     )
     make = FixedController if speculative.controller == "fixed" else GoodputController
     return make(speculative.drafters, speculative.num_speculative_tokens, measured=measured)

@@ -30,20 +30,22 @@ def measure_steps(
     *,
     num_blocks: int,
     block_size: int,
+    max_model_len: int,
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[StepShape, float]]:
     """Seconds of steps of these shapes, in their order, until `seconds` are over.
 
     Each request of a shape has the same number of tokens, all but one of them drafts, and of context. What their KV
-    cache holds does not matter; shapes that it has no room for are left out.
+    cache holds does not matter; shapes that it has no room for, or that would outgrow the model's length while they are
+    repeated, are left out.
     """
     measured: list[tuple[StepShape, float]] = []
     began = clock()
     for shape in shapes:
         if len(measured) >= _LEAST and clock() - began > seconds:
             break
-        requests = _Requests(shape, num_blocks, block_size)
+        requests = _Requests(shape, num_blocks, block_size, max_model_len)
         if not requests.fit:
             continue
         requests.advance(runner.execute(requests.first()))
@@ -62,12 +64,13 @@ def measure_steps(
 
 
 class _Requests:
-    def __init__(self, shape: StepShape, num_blocks: int, block_size: int) -> None:
+    def __init__(self, shape: StepShape, num_blocks: int, block_size: int, max_model_len: int) -> None:
         self._drafts = shape.num_tokens // shape.num_requests - 1
         context = shape.num_context_tokens // shape.num_requests - self._drafts
         self.num_tokens = {f"measured-{index}": context for index in range(shape.num_requests)}
-        blocks = -(-(context + 4 * (self._drafts + 1)) // block_size)
-        self.fit = context >= 1 and blocks * shape.num_requests <= num_blocks
+        length = context + 3 * (self._drafts + 1)  # a first step and two that are measured, every draft accepted
+        blocks = -(-length // block_size)
+        self.fit = context >= 1 and length <= max_model_len and blocks * shape.num_requests <= num_blocks
         self._block_ids = {
             name: list(range(index * blocks, (index + 1) * blocks)) for index, name in enumerate(self.num_tokens)
         }
