@@ -8,7 +8,7 @@
     python benchmarks/gpu.py profile            kernel by kernel, by CUPTI
     python benchmarks/gpu.py kernels            each projection beside cuBLAS and the floor
     python benchmarks/gpu.py step               a decode step in a CUDA graph, whole and without some of its parts
-    python benchmarks/gpu.py prefill            steps of 2,048 tokens, and of the last 2,048 of 8,000
+    python benchmarks/gpu.py prefill            steps of 2,048 tokens, of the last 2,048 of 8,000, and of all 8,000
 
 Several may be given; each prints lines, and `--json FILE` gets them all as JSON lines with card, versions and date.
 Shapes are Llama-3-8B's with random weights; `--small` takes tiny ones (to try the script, also under TRITON_INTERPRET=1
@@ -168,7 +168,7 @@ def step(results: Results, shape: Shape, cases: list[tuple[int, int, int]], part
 
 def prefill(results: Results, shape: Shape) -> None:
     program = make_program(shape, DEVICE)
-    for context, query_len in ((2048, 2048), (8000, 2048)) if shape is LLAMA_3_8B else ((40, 40),):
+    for context, query_len in ((2048, 2048), (8000, 2048), (8000, 8000)) if shape is LLAMA_3_8B else ((40, 40),):
         batch = DecodeBatch(shape, 1, context, query_len, DEVICE, last_only=True)
         cache = KVCache(batch.cache)
         ms = timed(lambda: run(program, GpuOps(DEVICE), batch.batch, cache), repeats=5)  # noqa: B023
@@ -180,7 +180,7 @@ def prefill(results: Results, shape: Shape) -> None:
 def profile(shape: Shape) -> None:
     """What CUPTI says each kernel took; kernels that overlap count the time they wait."""
     program = make_program(shape, DEVICE)
-    for requests, context, query_len in ((8, 128, 1), (64, 128, 1), (128, 128, 1), (1, 2048, 2048)):
+    for requests, context, query_len in ((8, 128, 1), (64, 128, 1), (128, 128, 1), (256, 128, 1), (1, 8000, 8000)):
         batch = DecodeBatch(shape, requests, context, query_len, DEVICE, last_only=query_len > 1)
         cache, ops = KVCache(batch.cache), GpuOps(DEVICE)
         run(program, ops, batch.batch, cache)

@@ -26,6 +26,8 @@ from sol.ops.gpu.launch import DOT_PRECISION, Counters, has_large_tiles, num_pro
 FEW = 16
 """The most query tokens of a request that `_attend_few_kernel` takes"""
 LOG2E = tl.constexpr(1.4426950408889634)
+SUM_STAGES = tl.constexpr(4)
+"""Chunks whose results are on their way while they are added up"""
 
 
 @triton.jit
@@ -147,7 +149,9 @@ def _attend_few_kernel(
     first_chunk = 0
     if WINDOW > 0:
         first_chunk = chunk_of(tl.maximum(seq_len - query_len + first - WINDOW + 1, 0))
-    chunk = first_chunk + tl.program_id(2)
+    # Each program has some neighbouring chunks; the last ones may have none.
+    each = (chunks - first_chunk + tl.num_programs(2) - 1) // tl.num_programs(2)
+    chunk = first_chunk + tl.program_id(2) * each
     table = block_table + request.to(tl.int64) * stride_table
     mine = (query_len <= few_tokens) & (first < query_len)
     if PDL:
@@ -176,33 +180,39 @@ def _attend_few_kernel(
     # Of each row: its own last position; another row of the tile may see further.
     own_last = seq_len - query_len + tl.minimum(token, query_len - 1)
     cell = ((request * (tiles * BLOCK_Q) + token).to(tl.int64) * HEADS + head) * max_chunks
-    while chunk < chunks:
-        begin = chunk_start(chunk)
-        end = tl.minimum(chunk_start(chunk + 1), last + 1)
-        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for n0 in range(begin, end, BLOCK_N):
-            m, total, acc = _attend_block(
-                queries, m, total, acc, keys, values, table, n0, end, position, scale, softcap, kv_head, d,
-                KV_HEADS, SIZE, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, WIDE, True,
-            )  # fmt: skip
-        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        # A row with one chunk is done; a row with several leaves their results to the last program.
-        own_first_start = tl.maximum(own_last - WINDOW + 1, 0) if WINDOW > 0 else own_last * 0
-        alone = (own_first_start >= begin) & (own_last < chunk_start(chunk + 1))
-        tl.store(out + row[:, None] * SIZE + d[None, :], result.to(out.dtype.element_ty), mask=mask & alone[:, None])
-        several = valid & (alone == 0)
-        tl.store(partial + (cell + chunk)[:, None] * SIZE + d[None, :], result, mask=mask & several[:, None])
-        lse = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
-        tl.store(partial_lse + cell + chunk, lse, mask=several)
-        chunk += tl.num_programs(2)
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    end = tl.minimum(chunk_start(chunk + each), last + 1)
+    # One loop over all its chunks: the next chunk's keys are on their way while one is finished.
+    begin = chunk_start(chunk)
+    for n0 in range(begin, end, BLOCK_N):
+        m, total, acc = _attend_block(
+            queries, m, total, acc, keys, values, table, n0, end, position, scale, softcap, kv_head, d,
+            KV_HEADS, SIZE, PAGE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, WIDE, True,
+        )  # fmt: skip
+        next_start = chunk_start(chunk + 1)
+        if n0 + BLOCK_N >= tl.minimum(next_start, end):
+            result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+            # A row with one chunk is done; a row with several leaves their results to the last program.
+            own_first_start = tl.maximum(own_last - WINDOW + 1, 0) if WINDOW > 0 else own_last * 0
+            alone = (own_first_start >= chunk_start(chunk)) & (own_last < next_start)
+            to = out + row[:, None] * SIZE + d[None, :]
+            tl.store(to, result.to(out.dtype.element_ty), mask=mask & alone[:, None])
+            several = valid & (alone == 0)
+            tl.store(partial + (cell + chunk)[:, None] * SIZE + d[None, :], result, mask=mask & several[:, None])
+            lse = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+            tl.store(partial_lse + cell + chunk, lse, mask=several)
+            chunk += 1
+            m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if chunks - first_chunk == 1:
         return
     # The program of a tile and head that ends last adds up the chunks, in their order.
     counter = counters + tl.program_id(0) * KV_HEADS + kv_head
     tl.debug_barrier()
-    sharing = tl.minimum(tl.num_programs(2), chunks - first_chunk)
+    sharing = (chunks - first_chunk + each - 1) // each
     if tl.atomic_add(counter, 1, sem="acq_rel") != sharing - 1:
         return
     tl.store(counter, 0)
@@ -214,7 +224,7 @@ def _attend_few_kernel(
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for chunk in tl.range(first_chunk, chunks, num_stages=4):
+    for chunk in tl.range(first_chunk, chunks, num_stages=SUM_STAGES):
         here = several & (chunk >= own_first) & (chunk < own_chunks)
         lse = tl.load(partial_lse + cell + chunk, mask=here, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(

@@ -162,6 +162,9 @@ class GpuOps:
         matrices = [_matrix(segment) for segment in weight.segments]
         fused = tokens <= self._max_fused_tokens
         if not fused and len(matrices) == 1 and weight.bias is None:
+            if x.is_cuda and dtype is not None and dtype != x.dtype:
+                # Not rounded to 16 bits on the way, and written once.
+                return torch.mm(x, matrices[0].t(), out_dtype=dtype)
             return (x @ matrices[0].t()).to(dtype or x.dtype)
         ends = list(itertools.accumulate(matrix.shape[0] for matrix in matrices))
         out = torch.empty(tokens, ends[-1], dtype=dtype if fused and dtype else x.dtype, device=x.device)
