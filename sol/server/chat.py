@@ -83,7 +83,7 @@ class _Chat:
         started = False
         async with aclosing(generate(self._state, self._choices)) as outputs:
             async for output in outputs:
-                index = output.choice.index
+                index, usage = output.choice.index, output.choice.speculation
                 parts = []
                 if not started:
                     started = True
@@ -95,20 +95,20 @@ class _Chat:
                     logprobs = to_json(self._logprobs(output)) if output.logprobs else "null"
                     parts.append(
                         f'{before}{index},"delta":{{"content":{quote(output.text)}}},"logprobs":{logprobs},'
-                        f'"finish_reason":null{segments_field(segments)}{after}'
+                        f'"finish_reason":null{segments_field(segments, usage)}{after}'
                     )
                     segments = None if segments is None else []
                 if output.finish_reason is not None:
                     parts.append(
                         f'{before}{index},"delta":{{}},"logprobs":null,"finish_reason":"{output.finish_reason}",'
-                        f'"stop_reason":{to_json(output.stop_reason)}{segments_field(segments)}{after}'
+                        f'"stop_reason":{to_json(output.stop_reason)}{segments_field(segments, usage)}{after}'
                     )
                 if parts:
                     yield "".join(parts)
         last = DONE
         if include_usage:
-            usage = Usage.of(self._choices).as_dict()
-            last = event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage}) + DONE
+            total = Usage.of(self._choices).as_dict()
+            last = event({**self._head("chat.completion.chunk"), "choices": [], "usage": total}) + DONE
         yield last
 
     def _logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:

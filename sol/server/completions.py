@@ -143,7 +143,7 @@ class _Completion:
         return (
             f'"text":{quote(output.text)},"logprobs":{logprobs},"finish_reason":'
             f'{to_json(output.finish_reason)},"stop_reason":{to_json(output.stop_reason)}'
-            f"{segments_field(output.segments)}"
+            f"{segments_field(output.segments, output.choice.speculation)}"
         )
 
     def _logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:

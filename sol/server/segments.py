@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from sol.engine.types import SpeculationUsage
 from sol.server.streaming import to_json
+from sol.speculation.usage import add_counts, mean_acceptance_length
 
 PROMPT: Final = "prompt"
 """The origin of what `echo` repeats."""
@@ -23,12 +25,20 @@ class Segment:
     """0 where the run is the rest of a token that was counted in an earlier chunk."""
 
 
-def segments_field(segments: Sequence[Segment] | None) -> str:
-    """The end of a chunk's choice, as JSON; empty where segments were not asked for."""
+def segments_field(segments: Sequence[Segment] | None, usage: SpeculationUsage | None = None) -> str:
+    """The end of a chunk's choice, as JSON; empty where segments were not asked for.
+
+    With the choice's `usage` so far, its mean acceptance length goes along: who watches the stream cannot know it, for
+    a step whose drafts were all rejected looks like one without drafts.
+    """
     if segments is None:
         return ""
     items = [{"text": item.text, "origin": item.origin, "tokens": item.tokens} for item in segments]
-    return f',"speculation":{to_json({"segments": items})}'
+    fields: dict[str, object] = {"segments": items}
+    if usage is not None:
+        length = mean_acceptance_length(add_counts(usage.drafters.values()))
+        fields["mean_acceptance_length"] = None if length is None else round(length, 4)
+    return f',"speculation":{to_json(fields)}'
 
 
 class Segments:

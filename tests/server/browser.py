@@ -55,7 +55,16 @@ class Browser:
         commands, self._commands = _pipe()
         self._messages, messages = _pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(commands), str(messages), program, *_FLAGS, f"--user-data-dir={profile}"],
+            [
+                sys.executable,
+                "-c",
+                _START,
+                str(commands),
+                str(messages),
+                program,
+                *_FLAGS,
+                f"--user-data-dir={profile}",
+            ],
             pass_fds=(commands, messages),
             stderr=subprocess.DEVNULL,
         )

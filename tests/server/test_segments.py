@@ -11,7 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sol.engine.types import TARGET, EngineRequest, FinishReason, RequestOutput, SpeculationParams
+from sol.engine.types import (
+    TARGET,
+    DraftCounts,
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    SpeculationParams,
+    SpeculationUsage,
+)
 from sol.models.source import ModelFiles
 from sol.sampling_params import SamplingParams
 from sol.server.generation import Choice, ChoiceOutput, _take
@@ -65,6 +73,13 @@ def test_segments_are_json_at_the_end_of_a_choice() -> None:
     assert segments_field([Segment('"\u2028', TARGET, 1)]) == (
         ',"speculation":{"segments":[{"text":"\\"\\u2028","origin":"target","tokens":1}]}'
     )
+    usage = SpeculationUsage()
+    assert segments_field([], usage) == ',"speculation":{"segments":[],"mean_acceptance_length":null}'
+    usage.drafters = {
+        "suffix": DraftCounts(num_drafts=2, num_draft_tokens=9, num_accepted_tokens=5),
+        "ngram": DraftCounts(num_drafts=1, num_draft_tokens=1),
+    }
+    assert segments_field([], usage) == ',"speculation":{"segments":[],"mean_acceptance_length":2.6667}'
 
 
 class Arrivals:

@@ -22,13 +22,14 @@ class Answer {
     this.firstAt = null;
     this.lastAt = null;
     this.exact = true; // false: the server does not count tokens, a chunk is taken for one
+    this.length = null;
     this.usage = null;
     this.finishReason = null;
   }
 
   /** Take what `streamChat` yielded. */
-  take({ segments, finishReason, usage, at }) {
-    if (segments) {
+  take({ segments, length, finishReason, usage, at }) {
+    if (segments.length) {
       for (const segment of segments) {
         if (segment.tokens === null) this.exact = false;
         const tokens = segment.tokens === null ? 1 : segment.tokens;
@@ -42,7 +43,8 @@ class Answer {
         this.firstTokens = this.counted;
       }
     }
-    if (segments || finishReason) this.lastAt = at;
+    if (segments.length || finishReason) this.lastAt = at;
+    this.length = length || this.length;
     this.finishReason = finishReason || this.finishReason;
     this.usage = usage || this.usage;
   }
@@ -62,12 +64,13 @@ class Answer {
     return this.firstAt === null || seconds <= 0 ? null : (this.tokens - this.firstTokens) / seconds;
   }
 
-  get drafted() {
-    return this.counted - (this.origins.get(TARGET) || 0);
-  }
-
   get speculation() {
     return (this.usage && this.usage.speculation) || null;
+  }
+
+  /** Mean acceptance length; null while no drafts were verified. */
+  get meanAcceptanceLength() {
+    return this.speculation ? this.speculation.mean_acceptance_length : this.length;
   }
 
   /** Tokens / passes. While it streams: a pass gives exactly one token of the target's own. */
@@ -91,7 +94,7 @@ function appendSegments(node, segments) {
     if (span.firstChild) span.firstChild.appendData(text);
     else span.append(text);
     if (origin !== TARGET) {
-      const total = Number(span.dataset.tokens || 0) + (tokens || 1);
+      const total = Number(span.dataset.tokens || 0) + (tokens === null ? 1 : tokens);
       span.dataset.tokens = total;
       span.title = `${origin}: ${total} drafted ${total === 1 ? "token" : "tokens"}, accepted`;
     }
@@ -105,14 +108,12 @@ function showNumbers(footer, answer) {
   const numbers = [
     ["tokens", String(answer.tokens)],
     ["tokens/s", decimal(answer.tokensPerSecond, 1), "from the first token on, as this browser saw it"],
-    ["MAL", decimal(spec && spec.mean_acceptance_length, 2), "mean acceptance length: 1 + accepted / steps that drafted"],
+    ["MAL", decimal(answer.meanAcceptanceLength, 2), "mean acceptance length: 1 + accepted / steps that drafted"],
     ["tokens/step", decimal(answer.tokensPerStep, 2), "tokens / passes of the model"],
   ];
   if (spec && spec.draft_tokens) {
     numbers.push(["accepted", percent(spec.acceptance_rate), `${spec.accepted_tokens} of ${spec.draft_tokens} drafts`]);
-  }
-  if (spec && spec.speedup) {
-    numbers.push(["speed-up", `${decimal(spec.speedup, 2)}×`, "over plain decoding, as the engine believes"]);
+    numbers.push(["speed-up", times(spec.speedup), "over plain decoding, as the engine believes"]);
   }
   const list = make("dl", "numbers");
   for (const [name, value, explanation] of numbers) {
@@ -156,4 +157,8 @@ function decimal(value, digits) {
 
 function percent(value) {
   return typeof value === "number" && Number.isFinite(value) ? `${Math.round(value * 100)}%` : "–";
+}
+
+function times(value) {
+  return typeof value === "number" && Number.isFinite(value) ? `${value.toFixed(2)}×` : "–";
 }

@@ -32,7 +32,7 @@ async function send(text) {
     for await (const event of streamChat({ ...fields, messages: conversation }, $("api-key").value, signal)) {
       const following = atEnd();
       answer.take(event);
-      if (event.segments) appendSegments(content, event.segments);
+      appendSegments(content, event.segments);
       showNumbers(footer, answer);
       follow(following);
     }

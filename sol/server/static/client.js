@@ -41,8 +41,9 @@ async function listModels(key) {
 }
 
 /**
- * Stream a chat answer. Yields {segments, finishReason, usage, at}, each of the first three possibly null; `at` is
- * performance.now() when it came. A segment is {text, origin, tokens}; `tokens` is null where the server does not say.
+ * Stream a chat answer. Yields {segments, length, finishReason, usage, at}: `length` is the mean acceptance length so
+ * far, `at` performance.now() when it came; `segments` may be empty, `length`, `finishReason` and `usage` null. A segment
+ * is {text, origin, tokens}, with null for `tokens` where the server does not say.
  * Ends when the server says that the answer is complete; throws an ApiError if it ends before that.
  */
 async function* streamChat(body, key, signal) {
@@ -63,11 +64,12 @@ async function* streamChat(body, key, signal) {
     if (chunk.error) throw new ApiError(chunk.error.message || "The server ended the answer.", response.status);
     const choice = chunk.choices && chunk.choices[0];
     const text = choice && choice.delta && choice.delta.content;
-    let segments = (choice && choice.speculation && choice.speculation.segments) || null;
-    if (!segments && text) segments = [{ text, origin: "target", tokens: null }];
+    const speculation = (choice && choice.speculation) || {};
+    const segments = speculation.segments || (text ? [{ text, origin: "target", tokens: null }] : []);
+    const length = speculation.mean_acceptance_length || null;
     const finishReason = (choice && choice.finish_reason) || null;
     const usage = chunk.usage || null;
-    if (segments || finishReason || usage) yield { segments, finishReason, usage, at };
+    if (segments.length || finishReason || usage) yield { segments, length, finishReason, usage, at };
   }
   throw new ApiError("The connection ended before the answer was complete.", response.status);
 }

@@ -17,7 +17,7 @@ function showTab(name, focus = false) {
 
 function showTheme(theme) {
   document.documentElement.dataset.theme = theme;
-  $("theme").textContent = `Theme: ${theme}`;
+  $("theme").value = theme;
 }
 
 /** Remembered where the browser lets us; private windows may not. */
@@ -36,10 +36,9 @@ for (const name of ["chat", "race"]) {
     if (event.key === "ArrowLeft" || event.key === "ArrowRight") showTab(name === "chat" ? "race" : "chat", true);
   });
 }
-$("theme").addEventListener("click", () => {
-  const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
-  storedTheme(next);
-  showTheme(next);
+$("theme").addEventListener("change", () => {
+  storedTheme($("theme").value);
+  showTheme($("theme").value);
 });
 const remembered = storedTheme();
 showTheme(THEMES.includes(remembered) ? remembered : "auto");

@@ -102,10 +102,8 @@ async function runLane(lane, body, key, signal) {
   const expected = lane.runs.length ? lane.runs[0].tokens : body.max_completion_tokens;
   for await (const event of streamChat(body, key, signal)) {
     answer.take(event);
-    if (event.segments) {
-      appendSegments(lane.content, event.segments);
-      lane.content.scrollTop = lane.content.scrollHeight;
-    }
+    appendSegments(lane.content, event.segments);
+    lane.content.scrollTop = lane.content.scrollHeight;
     lane.show(answer.seconds, expected ? answer.tokens / expected : 0);
     showNumbers(lane.footer, answer);
   }
@@ -120,7 +118,7 @@ function judge() {
   const first = runs[0].text;
   const other = runs.find(({ text }) => text !== first);
   const ratio = lanes.plain.total / lanes.speculative.total;
-  const speed = `${decimal(ratio, 2)}× the speed of plain decoding`;
+  const speed = `${times(ratio)} the speed of plain decoding`;
   if (other === undefined) {
     showVerdict(`✓ Same text in all ${runs.length} runs`, "same", speed);
   } else {
