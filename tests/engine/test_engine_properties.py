@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from arbitrary_controller import ArbitraryController
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from token_runner import EOS, VOCAB_SIZE, ArbitraryController, TokenRunner, expected_output, make_core, make_request
+from token_runner import EOS, VOCAB_SIZE, TokenRunner, expected_output, make_core, make_request
 
 from sol.config import SchedulerConfig
 from sol.engine.speculation import Speculation
@@ -91,7 +92,7 @@ class Client:
 
     def __post_init__(self) -> None:
         self.runner = TokenRunner(self.config)
-        self.controller = ArbitraryController(len(self.config.__slots__) + self.num_speculative_tokens)
+        self.controller = ArbitraryController(self.num_speculative_tokens, drafters=["lookup", "caching"])
         speculation = None
         if self.num_speculative_tokens:
             speculation = Speculation(

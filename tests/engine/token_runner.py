@@ -8,9 +8,8 @@ computed, or losing count after a preemption is therefore an assertion error or 
 from __future__ import annotations
 
 import hashlib
-import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sol.config import SchedulerConfig
@@ -19,19 +18,14 @@ from sol.engine.scheduler import Scheduler
 from sol.engine.speculation import Speculation
 from sol.engine.types import (
     Draft,
-    DrafterStats,
-    Drafting,
     EngineInfo,
     EngineRequest,
     NewRequestData,
-    ProposalPlan,
     SchedulerOutput,
-    SpeculationParams,
     StepOutput,
     TokenLogprobs,
 )
 from sol.sampling_params import SamplingParams
-from sol.speculation.plan.types import Candidate, Drafter, Emission, StepShape
 
 VOCAB_SIZE = 64
 EOS = 0
@@ -184,56 +178,6 @@ class TokenRunner:
             assert content == wanted, f"{row.data.request_id}: wrong KV cache at position {position}"
             read.append(content[0])
         return read
-
-
-class ArbitraryController:
-    """Decides by chance, within what it is allowed to: whatever a controller does, the tokens are the same."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self.open: set[str] = set()
-        self.emissions: list[Emission] = []
-
-    def add(self, request_id: str, wish: SpeculationParams | None) -> None:
-        assert request_id not in self.open
-        self.open.add(request_id)
-
-    def remove(self, request_id: str) -> None:
-        self.open.remove(request_id)
-
-    def choose_drafts(self, shape: StepShape, candidates: Sequence[Candidate], *, max_tokens: int) -> list[int]:
-        assert {candidate.request_id for candidate in candidates} <= self.open
-        counts = []
-        for candidate in candidates:
-            assert 1 <= candidate.max_tokens <= len(candidate.draft.token_ids)
-            counts.append(self._random.randint(0, min(candidate.max_tokens, max_tokens)))
-            max_tokens -= counts[-1]
-        return counts
-
-    def choose_proposals(self, shape: StepShape, rows: Sequence[Drafter]) -> list[ProposalPlan | None]:
-        assert shape.num_logits_rows == sum(1 + row.num_draft_tokens for row in rows) or len(rows) < shape.num_requests
-        return [
-            ProposalPlan(
-                drafter=self._random.choice(["lookup", "caching"]), max_tokens=self._random.randint(1, row.max_tokens)
-            )
-            if self._random.random() < 0.8
-            else None
-            for row in rows
-        ]
-
-    def observe_step(self, shape: StepShape, seconds: float, emissions: Sequence[Emission]) -> None:
-        assert seconds >= 0.0
-        self.emissions += emissions
-
-    def observe_drafting(self, drafting: Drafting) -> None:
-        pass
-
-    def speedup(self, request_id: str) -> float | None:
-        assert request_id in self.open
-        return None
-
-    def take_stats(self) -> tuple[dict[str, DrafterStats], float, float]:
-        return {}, 0.0, 0.0
 
 
 class FailingRunner(TokenRunner):

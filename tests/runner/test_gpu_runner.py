@@ -8,19 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from arbitrary_controller import ArbitraryController
+from recorded_proposer import RecordedProposer
 
 from sol.config import SchedulerConfig
 from sol.engine.core import EngineCore
 from sol.engine.scheduler import Scheduler
+from sol.engine.speculation import Speculation
 from sol.engine.types import EngineInfo, EngineRequest, RequestOutput
 from sol.ops import Dense, EagerExecutor, KVCache, Linear, Norm, Program, RaggedBatch, Rope
 from sol.ops.gpu.batch import DeviceBatch
 from sol.ops.program import AttentionInput, MlpInput, PagedAttention, ProjectResidual
 from sol.ops.reference import ReferenceOps
 from sol.runner.decode_graphs import LARGEST, decode_buckets
+from sol.runner.drafters import Drafters
 from sol.runner.gpu_runner import GpuRunner
 from sol.runner.model_runner import ModelRunner
 from sol.sampling_params import SamplingParams
+from sol.speculation.plan import FixedController
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE, LAYERS, BLOCK = 97, 32, 4, 2, 8, 2, 4
 CPU = torch.device("cpu")
@@ -91,7 +96,7 @@ def make_cache(num_blocks: int) -> KVCache:
     return KVCache(torch.full((LAYERS, 2, num_blocks, BLOCK, KV_HEADS, SIZE), torch.nan))
 
 
-def gpu_runner(program: Program, config: SchedulerConfig) -> GpuRunner:
+def gpu_runner(program: Program, config: SchedulerConfig, **options: Any) -> GpuRunner:
     return GpuRunner(
         program,
         DeviceReferenceOps(),
@@ -100,6 +105,7 @@ def gpu_runner(program: Program, config: SchedulerConfig) -> GpuRunner:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         device=CPU,
+        **options,
     )
 
 
@@ -108,7 +114,9 @@ def model_runner(program: Program, config: SchedulerConfig) -> ModelRunner:
     return ModelRunner(executor, block_size=BLOCK, num_blocks=config.num_blocks, device=CPU)
 
 
-def make_core(runner: Any, config: SchedulerConfig, work_ahead: int) -> EngineCore:
+def make_core(
+    runner: Any, config: SchedulerConfig, work_ahead: int, speculation: Speculation | None = None
+) -> EngineCore:
     info = EngineInfo(
         model="tiny",
         device="cpu",
@@ -123,7 +131,7 @@ def make_core(runner: Any, config: SchedulerConfig, work_ahead: int) -> EngineCo
         kv_cache_bytes=0,
         load_seconds=0.0,
     )
-    return EngineCore(Scheduler(config), runner, info, work_ahead=work_ahead)
+    return EngineCore(Scheduler(config, speculation), runner, info, work_ahead=work_ahead)
 
 
 KINDS: list[dict[str, Any]] = [
@@ -174,20 +182,38 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.new_token_ids]
 
 
-@pytest.mark.parametrize("seed", range(6))
+def answer(program: Program, request: EngineRequest) -> list[RequestOutput]:
+    """What the runner that waits gives a request that is alone."""
+    core = make_core(model_runner(program, CONFIG), CONFIG, 0)
+    core.add([request])
+    outputs = []
+    while core.has_work:
+        outputs += core.step().outputs
+    return outputs
+
+
+@pytest.mark.parametrize("drafting", ["never", "arbitrary", "always"])
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("work_ahead", [0, 1])
-def test_tokens_are_those_of_the_runner_that_waits(program: Program, seed: int, work_ahead: int) -> None:
+def test_tokens_are_those_of_the_runner_that_waits(program: Program, seed: int, work_ahead: int, drafting: str) -> None:
     requests = make_requests(seed, 14)
+    answers = {request.request_id: answer(program, request) for request in requests}
+    drafters, speculation = None, None
+    if drafting != "never":
+        known = {name: tokens(outputs) for name, outputs in answers.items()}
+        drafters = Drafters([RecordedProposer(known, VOCAB, right=0.8, seed=seed)], vocab_size=VOCAB)
+        controller: Any = FixedController(["suffix"], 6)
+        if drafting == "arbitrary":
+            controller = ArbitraryController(seed, drafters=["suffix"])
+        speculation = Speculation(controller, num_speculative_tokens=6)
     # A cache of 30 blocks lets requests be preempted; alone, each has its own.
-    core = make_core(gpu_runner(program, CONFIG), CONFIG, work_ahead)
+    core = make_core(gpu_runner(program, CONFIG, drafters=drafters), CONFIG, work_ahead, speculation)
     found = drive(core, requests, seed)
+    if drafting == "always":
+        accepted = [o.speculation.drafters for outputs in found.values() for o in outputs if o.speculation]
+        assert sum(counts.num_accepted_tokens for by_name in accepted for counts in by_name.values()) > 30
     for request in requests:
-        alone = make_core(model_runner(program, CONFIG), CONFIG, 0)
-        alone.add([request])
-        wanted = []
-        while alone.has_work:
-            wanted += alone.step().outputs
-        got = found[request.request_id]
+        wanted, got = answers[request.request_id], found[request.request_id]
         if got[-1].finish_reason == "abort":
             assert tokens(got) == tokens(wanted)[: len(tokens(got))]
             continue
