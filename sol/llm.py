@@ -277,7 +277,8 @@ def _wish_of_each(wish: SpeculationWish, count: int) -> Sequence[SpeculationPara
         )
     if len(wish) != count:
         raise RequestError(
-            f"there are {count} prompts but {len(wish)} speculation: pass one, or one for each", param="speculation"
+            f"there are {count} prompts but {len(wish)} wishes of speculation: pass one, or one for each",
+            param="speculation",
         )
     return wish
 

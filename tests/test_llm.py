@@ -18,11 +18,11 @@ from tiny_models import TinyLlama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import sol
-from sol import LLM, SamplingParams
+from sol import LLM, SamplingParams, SpeculationParams
 from sol.assemble import build_core
 from sol.config import EngineConfig
 from sol.engine.core import EngineCore
-from sol.engine.types import EngineRequest, SchedulerOutput, StepOutput
+from sol.engine.types import DraftCounts, EngineRequest, SchedulerOutput, StepOutput
 from sol.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError, SolError
 from sol.llm import CompletionOutput
 from sol.ops import RaggedBatch
@@ -183,6 +183,11 @@ def test_wrong_calls_say_what_is_wrong(llm: LLM, model_path: str) -> None:
             llm.generate(prompts, params, use_tqdm=False)
     for options, message in (
         ({"quantization": "fp8"}, "quantization must be one of awq, gptq"),
+        (
+            {"speculation": "off", "speculative_config": {"method": "ngram"}},
+            "speculation is off, but speculative_config",
+        ),
+        ({"speculative_config": {"method": "ngram", "k": 4}}, "speculative_config has no key 'k'"),
         ({"speculation": "ngram"}, "speculation must be one of auto, off, not 'ngram'"),
         ({"tensor_parallel_size": 2}, "no option tensor_parallel_size"),
         ({"max_model_len": 513}, "made for at most 512"),
@@ -453,3 +458,88 @@ def test_choices_that_arrive_together_share_their_prompt(model_path: str) -> Non
     alone = make_core(model_path)
     alone.add([EngineRequest(request_id="c2", prompt_token_ids=PROMPT, params=SEEDED, seed=11, choice_index=2)])
     assert Tally(alone).tokens["c2"] == tally.tokens["c2"]
+
+
+PLAIN_PROMPTS: list[Any] = [{"prompt_token_ids": [5, 6, 7, 8] * 4}, {"prompt_token_ids": [9]}]
+FEW_TOKENS = {11: 60.0, 12: 60.0, 2: 58.0}
+"""A bias that leaves a random model three words, an end token among them: whoever looks text up is often right."""
+
+
+@pytest.fixture(scope="module")
+def drafting(model_path: str) -> LLM:
+    """It drafts at every step, whatever that costs."""
+    config = {"method": "ngram", "controller": "fixed", "num_speculative_tokens": 4}
+    return LLM(model=model_path, max_model_len=256, kv_cache_memory_bytes=16 << 20, speculative_config=config)
+
+
+@pytest.fixture(scope="module")
+def plain(model_path: str) -> LLM:
+    return LLM(model=model_path, max_model_len=256, kv_cache_memory_bytes=16 << 20, speculation="off")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=37, logprobs=2, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=4, n=4, max_tokens=60),
+        SamplingParams(temperature=1.0, seed=5, n=4, max_tokens=60, ignore_eos=True, stop=["w12 w11 w12"]),
+        SamplingParams(temperature=1.0, seed=6, n=4, max_tokens=60, ignore_eos=True, stop_token_ids=[2], min_tokens=9),
+    ],
+    ids=["greedy", "sampled", "end token", "stop string", "stop token"],
+)
+def test_speculation_changes_nothing_but_the_figures(drafting: LLM, plain: LLM, params: SamplingParams) -> None:
+    params.logit_bias = FEW_TOKENS
+    wish = SpeculationParams(include_origins=True)
+    found = drafting.generate(PLAIN_PROMPTS, params, speculation=wish, use_tqdm=False)
+    assert [r.outputs for r in found] == [r.outputs for r in plain.generate(PLAIN_PROMPTS, params, use_tqdm=False)]
+    accepted = 0
+    for output in (output for result in found for output in result.outputs):
+        usage, origins = output.speculation, output.origins
+        assert usage is not None
+        assert origins is not None
+        assert len(origins) == len(output.token_ids)
+        assert set(origins) <= {"ngram", "target"}
+        counts = usage.drafters.get("ngram", DraftCounts())
+        assert 0 <= counts.num_accepted_tokens <= counts.num_draft_tokens <= 4 * counts.num_drafts
+        assert counts.num_drafts <= usage.num_steps
+        assert origins.count("ngram") <= counts.num_accepted_tokens
+        if not params.stop:
+            assert origins.count("ngram") == counts.num_accepted_tokens
+        accepted += counts.num_accepted_tokens
+    assert accepted > 0
+
+
+def test_each_prompt_has_its_wish(drafting: LLM, plain: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logit_bias=FEW_TOKENS)
+    prompts = PLAIN_PROMPTS[:1] * 3
+    wishes = [SpeculationParams(enabled=False), None, SpeculationParams(drafter="ngram", tenant="t")]
+    outputs = [r.outputs[0] for r in drafting.generate(prompts, params, speculation=wishes, use_tqdm=False)]
+    drafted = [bool(output.speculation and output.speculation.drafters) for output in outputs]
+    assert drafted == [False, True, True]
+    assert outputs[0].speculation is not None
+    assert outputs[0].speculation.num_steps == 20
+    assert all(output.origins is None for output in outputs)
+    asked = SpeculationParams(include_origins=True)
+    output = plain.generate(prompts[0], params, speculation=asked, use_tqdm=False)[0].outputs[0]
+    assert output.speculation is None
+    assert output.origins == ["target"] * 20
+
+
+def test_wrong_wishes_say_what_is_wrong(drafting: LLM, plain: LLM) -> None:
+    cases: list[tuple[LLM, Any, str]] = [
+        (drafting, {"enabled": False}, "speculation must be a SpeculationParams, or a list"),
+        (drafting, [SpeculationParams()] * 3, "2 prompts but 3 wishes"),
+        (
+            drafting,
+            SpeculationParams(drafter="suffix"),
+            r"speculation.drafter must be one of .* \(ngram\), not 'suffix'",
+        ),
+        (drafting, SpeculationParams(tenant=""), "speculation.tenant must be a string of 1 to 256 characters"),
+        (plain, SpeculationParams(drafter="ngram"), "this engine does not speculate"),
+    ]
+    for llm, wish, message in cases:
+        with pytest.raises(RequestError, match=message):
+            llm.generate(["w1", "w2"], speculation=wish, use_tqdm=False)
+        with pytest.raises(RequestError, match=message):
+            llm.chat([[{"role": "user", "content": "w1"}]] * 2, speculation=wish, use_tqdm=False)
