@@ -288,6 +288,7 @@ def _build_gpu_runner(
         max_num_batched_tokens=settled.max_num_batched_tokens,
         drafters=drafters,
         verify_method=settled.speculative.verify_method,
+        max_num_logits_rows=settled.max_num_logits_rows,
     )
     return runner, memory, program.weight_bytes
 

@@ -29,6 +29,7 @@ def build_gpu_runner(
     max_num_batched_tokens: int,
     drafters: Drafters | None = None,
     verify_method: VerifyMethod = "coupled",
+    max_num_logits_rows: int | None = None,
 ) -> tuple[GpuRunner, MemoryPlan]:
     """A runner that is ready, and the plan its memory follows.
 
@@ -71,6 +72,7 @@ def build_gpu_runner(
             device=device,
             drafters=drafters,
             verify_method=verify_method,
+            max_num_logits_rows=max_num_logits_rows,
         )
 
     try:

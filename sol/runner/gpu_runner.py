@@ -32,7 +32,7 @@ from sol.runner.decode_graphs import DecodeGraphs, decode_buckets
 from sol.runner.device_rows import DeviceRows, pack_parameters
 from sol.runner.drafters import Drafters, as_draft
 from sol.runner.input_batch import HeldRequest
-from sol.runner.model_runner import worst_case
+from sol.runner.model_runner import worst_case, worst_drafts
 from sol.runner.staging import Staging
 from sol.sampling import batched
 from sol.sampling.sampler import NOT_FINITE_MESSAGE, SampledToken
@@ -144,8 +144,11 @@ class GpuRunner:
         device: torch.device,
         drafters: Drafters | None = None,
         verify_method: VerifyMethod = "coupled",
+        max_num_logits_rows: int | None = None,
     ) -> None:
+        """`max_num_logits_rows`: most rows of logits in a step; None: one for each request."""
         self._drafters = drafters
+        self._max_num_logits_rows = max_num_logits_rows or max_num_seqs
         self._verify_method: VerifyMethod = verify_method
         self._program, self._ops, self._kv_cache = program, ops, kv_cache
         self._block_size = kv_cache.block_size
@@ -164,8 +167,12 @@ class GpuRunner:
 
     @torch.inference_mode()
     def run_worst_case(self) -> None:
-        """The largest step there can be, once, before anybody waits: it must fit, and first calls are slow."""
+        """The largest steps there can be, once, before anybody waits: they must fit, and first calls are slow."""
         self._try(self._max_num_seqs, self._max_num_batched_tokens)
+        if self._max_num_logits_rows > self._max_num_seqs:
+            plan = worst_drafts(self._max_num_seqs, self._max_num_logits_rows, self._block_size)
+            self.execute(plan)
+            self.remove([new.request_id for new in plan.new_requests])
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -120,3 +120,29 @@ def worst_case(max_num_seqs: int, max_num_batched_tokens: int, capacity: int, bl
         cached_requests=[],
         removed_request_ids=[],
     )
+
+
+def worst_drafts(max_num_seqs: int, max_num_logits_rows: int, block_size: int) -> SchedulerOutput:
+    """A step with as many rows of logits as there can be: of short requests that verify drafts, in the first blocks."""
+    num_drafts = max_num_logits_rows // max_num_seqs - 1
+    requests = [
+        NewRequestData(
+            request_id=f"worst-drafts-{index}",
+            token_ids=[0],
+            num_prompt_tokens=1,
+            num_computed_tokens=0,
+            block_ids=list(range(-(-(1 + num_drafts) // block_size))),
+            params=SamplingParams(),
+            seed=0,
+            choice_index=0,
+            eos_token_ids=[],
+        )
+        for index in range(max_num_seqs)
+    ]
+    return SchedulerOutput(
+        num_scheduled_tokens={r.request_id: 1 + num_drafts for r in requests},
+        new_requests=requests,
+        cached_requests=[],
+        removed_request_ids=[],
+        draft_token_ids={r.request_id: [0] * num_drafts for r in requests} if num_drafts else {},
+    )

@@ -242,7 +242,7 @@ def test_a_row_that_is_not_a_number_fails_alone(program: Program) -> None:
 
 
 def test_the_worst_case_runs_and_leaves_nothing(program: Program) -> None:
-    runner = gpu_runner(program, CONFIG)
+    runner = gpu_runner(program, CONFIG, max_num_logits_rows=17)
     runner.run_worst_case()
     core = make_core(runner, CONFIG, 1)
     assert [o[-1].finish_reason for o in drive(core, make_requests(2, 3), 2).values()]
