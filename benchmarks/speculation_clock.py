@@ -1,0 +1,123 @@
+"""Does the controller ever cost time, and does it find the best setting? On a virtual clock, so the answer is exact.
+
+    python benchmarks/speculation_clock.py [--quick] [--table FILE …]
+
+The real scheduler, controller and lookup drafters answer recorded texts (speculation_workloads.py); time passes by a
+table of steps measured on a CPU or a GPU and by measured constants for lookups (speculation_engine.py). In every cell
+of workload × streams the controller has to reach 0.98 of plain decoding, and 0.98 of the best of the fixed settings:
+either lookup drafter with any number of tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Final
+
+from common import ROOT, Report, arguments
+from speculation_engine import CostTable, Limits, Run, run
+from speculation_workloads import WORKLOADS, exchanges
+
+from sol.speculation.plan import FixedController, GoodputController, shapes_to_measure
+
+RESULTS: Final = ROOT / "benchmarks" / "results"
+TABLES: Final = ("cpu-verify-costs.json", "h200-verify-costs.json")
+LIMITS: Final = {"cpu": Limits(), "h200": Limits(max_num_batched_tokens=8192, max_num_prefill_tokens=2048)}
+STREAMS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+QUICK_STREAMS: Final = (1, 8, 64)
+FIXED_TOKENS: Final = (1, 2, 3, 5, 8, 12, 16)
+QUICK_FIXED_TOKENS: Final = (3, 16)
+DRAFTERS: Final = ("suffix",)
+"""What the controller may use, as it is by default"""
+MOST_TOKENS: Final = 16
+BOUND: Final = 0.98
+
+
+def num_exchanges(streams: int) -> int:
+    """Enough of them that what is learned once does not count for much, as in an engine that runs for long."""
+    return max(8, min(2 * streams, streams + 32))
+
+
+class Cell:
+    """One workload at one number of streams on one machine."""
+
+    def __init__(self, table: CostTable, limits: Limits, workload: str, streams: int) -> None:
+        self._table, self._limits, self._streams = table, limits, streams
+        self._exchanges = exchanges(workload, num_exchanges(streams))
+
+    def plain(self) -> Run:
+        return self._run(None, ())
+
+    def fixed(self, drafter: str, num_tokens: int) -> Run:
+        return self._run(FixedController((drafter,), num_tokens), (drafter,))
+
+    def goodput(self, drafters: tuple[str, ...] = DRAFTERS) -> Run:
+        shapes = shapes_to_measure(
+            max_num_seqs=self._streams,
+            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            max_model_len=2048,
+            num_speculative_tokens=MOST_TOKENS,
+        )
+        measured = [(shape, self._table.seconds(shape)) for shape in shapes]
+        return self._run(GoodputController(drafters, MOST_TOKENS, measured=measured), drafters)
+
+    def _run(self, controller: FixedController | GoodputController | None, drafters: tuple[str, ...]) -> Run:
+        result = run(
+            self._exchanges,
+            self._streams,
+            self._table,
+            controller,
+            drafters,
+            self._limits,
+            num_speculative_tokens=MOST_TOKENS,
+        )
+        if result.wrong:
+            raise AssertionError(f"{result.wrong} answers are not the recorded ones")
+        return result
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="instead of those in results/")
+    args = parser.parse_args()
+    report = Report("speculation_clock", args.quick)
+    files = args.table or [RESULTS / name for name in TABLES if (RESULTS / name).exists()]
+    worst = {"plain": 9.9, "best fixed": 9.9}
+    for file in files:
+        machine = file.name.partition("-")[0]
+        table, limits = CostTable(file), LIMITS.get(machine, Limits())
+        for workload in WORKLOADS:
+            for streams in QUICK_STREAMS if args.quick else STREAMS:
+                cell = Cell(table, limits, workload, streams)
+                plain, goodput = cell.plain(), cell.goodput()
+                fixed = {
+                    f"{drafter} {count}": cell.fixed(drafter, count).seconds
+                    for drafter in ("suffix", "ngram")
+                    for count in (QUICK_FIXED_TOKENS if args.quick else FIXED_TOKENS)
+                }
+                name, seconds = min([("plain", plain.seconds), *fixed.items()], key=lambda item: item[1])
+                ratios = {"plain": plain.seconds / goodput.seconds, "best fixed": seconds / goodput.seconds}
+                report.row(
+                    machine=machine,
+                    workload=workload,
+                    streams=streams,
+                    plain_tokens_per_s=plain.tokens / plain.seconds,
+                    over_plain=ratios["plain"],
+                    mal_all=goodput.tokens / goodput.target_passes / streams,
+                    best_fixed=name,
+                    best_fixed_over_plain=plain.seconds / seconds,
+                    worst_fixed_over_plain=plain.seconds / max(fixed.values()),
+                    over_best_fixed=ratios["best fixed"],
+                )
+                for against, ratio in ratios.items():
+                    worst[against] = min(worst[against], ratio)
+                    if ratio < BOUND:
+                        report.at_least(f"{machine} {workload} {streams}: over {against}", ratio, BOUND)
+                print(report.rows[-1], file=sys.stderr, flush=True)
+    for against, ratio in worst.items():
+        report.at_least(f"worst cell over {against}", ratio, BOUND)
+    return report.finish(args.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
