@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from sol.errors import ConfigError
 from sol.speculation.propose.protocol import Proposal, ProposalRow
 from sol.speculation.propose.suffix_index import MAX_ORDER
 from sol.speculation.propose.suffix_scores import LONGEST, TrackRecord, worth
-from sol.speculation.propose.suffix_text import FollowedText, FollowedTexts
+from sol.speculation.propose.suffix_text import FollowedText, FollowedTexts, until_end
+
+_MOST_VISITED: Final = 256
+"""Other n-grams may share a slot with the one looked for. Nearly always few do, since tables have more slots than texts
+have tokens; the bound is for texts made to be slow, in which an occurrence may be missed for it."""
 
 
 class _Text(FollowedText):
@@ -31,12 +36,13 @@ class _Text(FollowedText):
                 continue
             order, earlier = index.orders[level], index.earlier[level]
             tail = tokens[end - order :]
-            # Other n-grams may share the slot. They are few: a table has more slots than the text has tokens.
-            while place >= 0 and tokens[place - order : place] != tail:
+            for _ in range(_MOST_VISITED):
+                if tokens[place - order : place] == tail:
+                    self._found(place, order)
+                    return
                 place = earlier[place]
-            if place >= 0:
-                self._found(place, order)
-                return
+                if place < 0:
+                    break
         self.place, self.length = -1, 0
 
     def _found(self, place: int, known: int) -> None:
@@ -91,7 +97,7 @@ class NgramProposer:
     def propose(self, rows: Sequence[ProposalRow]) -> list[Proposal]:
         """Nothing for a row without a match, or of whose prompt there is more than one call takes in."""
         return [
-            Proposal(token_ids=[]) if text is None else _continue(text, row.max_tokens)
+            Proposal(token_ids=[], scores=[]) if text is None else _continue(row, text)
             for row, text in zip(rows, self._texts.catch_up(rows), strict=True)
         ]
 
@@ -101,12 +107,12 @@ class NgramProposer:
             self._texts.pop(request_id)
 
 
-def _continue(text: _Text, max_tokens: int) -> Proposal:
-    place, tokens = text.place, text.index.tokens
+def _continue(row: ProposalRow, text: _Text) -> Proposal:
+    place, tokens, max_tokens = text.place, text.index.tokens, row.max_tokens
     if place < 0:
-        return Proposal(token_ids=[])
+        return Proposal(token_ids=[], scores=[])
     drafts = tokens[place : place + max_tokens].tolist()
     period = len(drafts)
     while len(drafts) < max_tokens:  # the match runs to the end of the text: it repeats what is between
         drafts += drafts[len(drafts) - period : len(drafts) - period + max_tokens - len(drafts)]
-    return Proposal(token_ids=drafts, scores=text.record.lone_scores(text.length, max_tokens))
+    return until_end(row.sampling, drafts, text.record.lone_scores(text.length, max_tokens))

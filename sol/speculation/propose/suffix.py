@@ -10,7 +10,7 @@ from sol.speculation.propose.suffix_index import SEPARATOR
 from sol.speculation.propose.suffix_match import ORDERS, Match, best, draft, find_matches
 from sol.speculation.propose.suffix_memory import OutputMemory, TenantMemory
 from sol.speculation.propose.suffix_scores import TrackRecord
-from sol.speculation.propose.suffix_text import FollowedText, FollowedTexts
+from sol.speculation.propose.suffix_text import FollowedText, FollowedTexts, until_end
 
 _SURE = 6
 
@@ -131,7 +131,7 @@ class SuffixProposer:
     def propose(self, rows: Sequence[ProposalRow]) -> list[Proposal]:
         """Nothing for a row without a match, or of whose prompt there is more than one call takes in."""
         return [
-            Proposal(token_ids=[]) if text is None else self._continue(row, text)
+            Proposal(token_ids=[], scores=[]) if text is None else self._continue(row, text)
             for row, text in zip(rows, self._texts.catch_up(rows), strict=True)
         ]
 
@@ -163,7 +163,7 @@ class SuffixProposer:
             )
             if expected_accepted(their_scores) > expected_accepted(scores):
                 drafts, scores = others, their_scores
-        return Proposal(token_ids=drafts, scores=scores)
+        return until_end(row.sampling, drafts, scores)
 
     def forget(self, request_ids: Sequence[str], *, finished: bool) -> None:
         """Frees what was kept. A finished output is remembered as far as `propose` saw it: without the last tokens."""

@@ -32,7 +32,8 @@ class NgramIndex:
     newest first, and those of n-grams that share the slot: whoever walks compares tokens. A place is entered when its
     continuation is known, so a text's own end is never found.
 
-    Memory: 4 bytes a token, and 8 to 12 more per order; a dictionary or a suffix automaton needs hundreds in Python.
+    Memory: 4 bytes a token, and 8 to 12 more per order. In Python, a suffix automaton takes 380 bytes a token, and more
+    time: 1.5 µs a token against 0.2 in bulk.
     """
 
     __slots__ = ("_heads", "_shift", "earlier", "hashes", "orders", "tokens")
@@ -104,10 +105,16 @@ class NgramIndex:
         first = len(self.tokens)
         self.tokens.extend(tokens)
         if grows:
-            self._reset((2 * len(self.tokens) - 1).bit_length())
+            self._reset(len(self.tokens).bit_length())
             first = 0
         self._enter(first)
         self._hash_end()
+
+    def reserve(self, count: int) -> None:
+        """Make room for so many tokens while there are few; `extend` does so at the price of entering all again."""
+        if count > self._capacity:
+            self._reset(count.bit_length())
+            self._enter(0)
 
     def drop_front(self, count: int) -> None:
         """Forget the first `count` tokens and shift all places. O(tokens left)."""
@@ -128,7 +135,7 @@ class NgramIndex:
         done = 0
         for level, order in enumerate(self.orders):
             while done < order:
-                sums[done:] += part[: len(part) - done] * np.uint64(_WEIGHTS[done])
+                sums[done:] += part[: max(0, len(part) - done)] * np.uint64(_WEIGHTS[done])
                 done += 1
             earlier = np.full(count - first, -1, dtype=np.int32)
             # The n-gram that ends before place p: its sum is at p - 1.

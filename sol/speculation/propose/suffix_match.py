@@ -11,8 +11,10 @@ from sol.speculation.propose.suffix_scores import TrackRecord, worth
 
 ORDERS: Final = (2, 5)
 """Lengths of the n-grams that are indexed. The shortest is the shortest match."""
-_MOST_VISITED: Final = 8
-"""Occurrences looked at, the latest first: bounds the time, and old ones say less."""
+_MOST_MATCHES: Final = 8
+"""The latest ones: bounds the time, and old ones say less."""
+_MOST_VISITED: Final = 32
+"""Occurrences of other n-grams in the same slot included, so that no text can be made to cost more."""
 
 Match = tuple[int, int]
 """The place behind an earlier occurrence, and how many tokens before it equal the text's last ones."""
@@ -35,6 +37,8 @@ def find_matches(index: NgramIndex, text: array[int], hashes: Sequence[int], dep
         for _ in range(_MOST_VISITED):
             if tokens[place - order : place] == tail:
                 found.append((place, _match_length(tokens, place, text, end, order, depth)))
+                if len(found) == _MOST_MATCHES:
+                    break
             place = earlier[place]
             if place < 0:
                 break

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
 from sol.sampling.processing import SamplingRow
-from sol.speculation.propose.protocol import ProposalRow
+from sol.speculation.propose.protocol import Proposal, ProposalRow
 from sol.speculation.propose.suffix_index import NgramIndex
 
 _TOKENS_PER_CALL: Final = 16384
@@ -56,6 +56,8 @@ class FollowedText(ABC):
         prompt, output, index = sampling.prompt_token_ids, sampling.output_token_ids, self.index
         fed = len(index)
         if fed < len(prompt):
+            if not fed:
+                index.reserve(len(prompt) + len(output) + len(prompt) // 4)
             piece = prompt[fed : fed + budget]
             index.extend(piece)
             budget -= len(piece)
@@ -108,9 +110,24 @@ class FollowedTexts(Generic[Text]):
                 text = self._texts[row.request_id] = self._begin()
                 text.belongs_to(sampling)
             if budget > 0:
-                budget = text.feed(sampling, budget)
+                try:
+                    budget = text.feed(sampling, budget)
+                except BaseException:  # half a token may be in: it is begun anew if the drafter is asked again
+                    del self._texts[row.request_id]
+                    raise
             found.append(text if len(text.index) == row.num_tokens else None)
         return found
 
     def pop(self, request_id: str) -> Text | None:
         return self._texts.pop(request_id, None)
+
+
+def until_end(sampling: SamplingRow, token_ids: list[int], scores: list[float]) -> Proposal:
+    """The drafts up to the first that ends the request: nothing behind it can be accepted."""
+    params = sampling.params
+    ends = params.stop_token_ids if params.ignore_eos else (*sampling.eos_token_ids, *params.stop_token_ids)
+    for end in ends:
+        if end in token_ids:
+            count = token_ids.index(end) + 1
+            del token_ids[count:], scores[count:]
+    return Proposal(token_ids=token_ids, scores=scores)
