@@ -1,0 +1,265 @@
+"""Speculative decoding on this machine: SmolLM2-135M in float32, with and without, the same requests in one run.
+
+    python benchmarks/speculation.py [--quick] [--only copying cells] [--method suffix] [--pairs 20] [--json FILE]
+
+copying  one stream whose answer copies from its prompt (edit this text, extract, continue a list): tokens a second with
+         lookup drafting over plain ones, for each lookup drafter. Bar: 1.8 times, over the three prompts.
+cells    named loads, plain and speculating in turn (ABBA, so that a drift of the machine cancels): the ratio of their
+         times over all pairs, with a 95 % interval. Bars: the ratio is at least 0.98, the interval's lower end 0.95.
+         chat copies little; adversarial is random text over eight tokens, in which every short match is found and
+         none predicts what comes next.
+
+Every pair's token ids are compared: one that differs fails the benchmark. Two engines live in one process and never
+compute at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common import Report, arguments
+
+from sol.assemble import build_core
+from sol.config import EngineConfig
+from sol.engine.core import EngineCore
+from sol.engine.types import EngineRequest, SpeculationUsage
+from sol.models.source import resolve
+from sol.progress import Progress
+from sol.sampling_params import SamplingParams
+from sol.speculation.usage import acceptance_rate, add_counts, mean_acceptance_length
+from sol.text.chat_template import load_chat_template
+from sol.text.tokenizer import Tokenizer
+
+TEXT = """The old lighthouse stands at the end of the stone pier, three hundred meters from the village square. It was \
+built in 1874 by a man named Peter Harlan, who had lost his brother in a storm two winters before. Every evening he \
+climbed the ninety steps to the lamp room and lit the great oil lamp with his own hands. When he grew old, his \
+daughter Ruth took over the work, and after her the harbor office put in an electric light that needed nobody."""
+FACTS = """Alice Turner, alice.turner@example.com, +1 555 0101, Boston, engineer
+Bruno Keller, bruno.keller@example.com, +1 555 0102, Denver, teacher
+Carla Mendes, carla.mendes@example.com, +1 555 0103, Austin, nurse
+David Okafor, david.okafor@example.com, +1 555 0104, Seattle, pilot
+Elena Petrova, elena.petrova@example.com, +1 555 0105, Chicago, architect"""
+LIST = "\n".join(f'{{"id": {number}, "name": "item {number}", "price": {number}.50, "in_stock": true}},'
+                 for number in range(1, 13))  # fmt: skip
+COPYING = {
+    "edit": f"Write this text again and change nothing but the name Peter, which becomes Paul:\n\n{TEXT}",
+    "extract": f"Copy every line of this table, one after the other, exactly as it stands:\n\n{FACTS}",
+    "list": f"Continue this list up to id 20, one entry a line:\n\n{LIST}",
+}
+CHAT = (
+    "Why is the sky blue? Explain it to a child.",
+    "Give me three ideas for a birthday present for my father, who likes gardening.",
+    "Write a short poem about a cat that is afraid of rain.",
+    "What should I look out for when I buy a used bicycle?",
+    "Tell me something surprising about octopuses.",
+    "How do I politely decline an invitation to a wedding?",
+    "Describe a day in the life of a medieval blacksmith.",
+    "Which is healthier, running or swimming, and why?",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that arrive at once."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+
+    def requests(self) -> list[EngineRequest]:
+        return [
+            EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, params=self.params, seed=index)
+            for index, prompt in enumerate(self.prompts)
+        ]
+
+
+@dataclass(slots=True)
+class Run:
+    seconds: float = 0.0
+    """Of steps after which every prompt had been computed, so of decoding alone"""
+    num_tokens: int = 0
+    token_ids: dict[str, list[int]] = field(default_factory=dict)
+    usages: dict[str, SpeculationUsage] = field(default_factory=dict)
+
+
+def drive(core: EngineCore, load: Load) -> Run:
+    """From the moment at which each request has its first token, until the last one has its last."""
+    run = Run()
+    requests = load.requests()
+    core.add(requests)
+    run.token_ids = {request.request_id: [] for request in requests}
+    started = None
+    while core.has_work:
+        for output in core.step().outputs:
+            run.token_ids[output.request_id] += output.new_token_ids
+            if started is not None:
+                run.num_tokens += len(output.new_token_ids)
+            if output.speculation is not None:
+                run.usages[output.request_id] = output.speculation
+        if started is None and all(run.token_ids.values()):
+            started = time.perf_counter()
+    assert started is not None
+    run.seconds = time.perf_counter() - started
+    return run
+
+
+class Comparison:
+    def __init__(self, plain: EngineCore, speculating: EngineCore) -> None:
+        self._plain, self._speculating = plain, speculating
+
+    def pairs(self, load: Load, count: int, title: str) -> tuple[list[tuple[Run, Run]], int]:
+        """(plain, speculating) runs, in the order ABBA; and how many tokens differ."""
+        pairs: list[tuple[Run, Run]] = []
+        differing = 0
+        with Progress(count, title) as bar:
+            for core in (self._plain, self._speculating):
+                drive(core, load)  # fills the prefix cache
+            for number in range(count):
+                order = (self._plain, self._speculating) if number % 2 == 0 else (self._speculating, self._plain)
+                runs = [drive(core, load) for core in order]
+                plain, speculating = runs if number % 2 == 0 else reversed(runs)
+                pairs.append((plain, speculating))
+                differing += sum(
+                    a != b
+                    for name, ids in plain.token_ids.items()
+                    for a, b in zip(ids, speculating.token_ids[name], strict=True)
+                )
+                bar.advance(1)
+        return pairs, differing
+
+
+def ratio_with_bound(pairs: Sequence[tuple[Run, Run]]) -> tuple[float, float]:
+    """Speculating over plain tokens a second, and the lower end of its 95 % interval.
+
+    Of two neighbouring pairs (one ABBA) the geometric mean is one observation; Student's t over their logarithms.
+    """
+    logs = [math.log(a.seconds / b.seconds * b.num_tokens / a.num_tokens) for a, b in pairs]
+    blocks = [statistics.mean(logs[i : i + 2]) for i in range(0, len(logs) - len(logs) % 2, 2)] or logs
+    mean = statistics.median(blocks) if len(blocks) < 4 else statistics.mean(_trimmed(blocks))
+    if len(blocks) < 2:
+        return math.exp(mean), 0.0
+    kept = _trimmed(blocks)
+    error = statistics.stdev(kept) / math.sqrt(len(kept))
+    return math.exp(mean), math.exp(mean - _student(len(kept) - 1) * error)
+
+
+def _trimmed(values: Sequence[float]) -> list[float]:
+    """Without the lowest and the highest tenth: a neighbour's burst hits one run of a pair."""
+    cut = len(values) // 10
+    return sorted(values)[cut : len(values) - cut]
+
+
+def _student(degrees: int) -> float:
+    """The two-sided 95 % quantile of Student's t: Cornish-Fisher's expansion about the normal one."""
+    z = 1.959964
+    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return sum(term / degrees**power for power, term in enumerate(terms))
+
+
+def row(report: Report, name: str, pairs: Sequence[tuple[Run, Run]], differing: int, **more: Any) -> None:
+    usages = [usage for _, run in pairs for usage in run.usages.values()]
+    counts = add_counts(counts for usage in usages for counts in usage.drafters.values())
+    plain = statistics.median(run.num_tokens / run.seconds for run, _ in pairs)
+    speculating = statistics.median(run.num_tokens / run.seconds for _, run in pairs)
+    ratio, lower = ratio_with_bound(pairs)
+    beliefs = [usage.speedup for usage in usages if usage.speedup is not None]
+    report.row(
+        case=name,
+        plain_tok_s=plain,
+        sol_tok_s=speculating,
+        ratio=ratio,
+        lower_95=lower,
+        pairs=len(pairs),
+        drafted=counts.num_draft_tokens,
+        acceptance=acceptance_rate(counts) or 0.0,
+        mal=mean_acceptance_length(counts) or 1.0,
+        believed=statistics.median(beliefs) if beliefs else 1.0,
+        differing=differing,
+        **more,
+    )
+
+
+def measure_copying(report: Report, encode: Any, *, pairs: int, tokens: int, methods: list[str]) -> None:
+    plain = make_core("off")
+    for method in methods:
+        comparison = Comparison(plain, make_core(method))
+        ratios = []
+        for name, text in COPYING.items():
+            load = Load([encode(text)], SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+            found, differing = comparison.pairs(load, pairs, f"{method}, {name}")
+            row(report, f"copying: {name}, {method}", found, differing)
+            ratios.append(report.rows[-1]["ratio"])
+            report.at_most(f"tokens that differ, {name}, {method}", differing, 0)
+        report.at_least(f"copying, 1 stream, {method}, over plain", statistics.geometric_mean(ratios), 1.8)
+
+
+def measure_cells(report: Report, encode: Any, *, pairs: int, method: str, short: bool) -> None:
+    comparison = Comparison(make_core("off"), make_core(method))
+    sampled: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "ignore_eos": True}
+    # Eight tokens, all as likely as each other: nothing that was seen says what comes next.
+    chance: dict[str, Any] = {"temperature": 100.0, "logit_bias": dict.fromkeys(range(1000, 1008), 100.0), "top_k": 8,
+              "ignore_eos": True}  # fmt: skip
+    cells = {
+        "chat 1": Load([encode(CHAT[0])], SamplingParams(max_tokens=64, **sampled)),
+        "chat 8": Load([encode(text) for text in CHAT], SamplingParams(max_tokens=32, **sampled)),
+        "adversarial 1": Load([[1003, *range(1000, 1008)] * 8], SamplingParams(max_tokens=64, **chance)),
+        "adversarial 32": Load(
+            [[1000 + (i * k) % 8 for k in range(40)] for i in range(32)], SamplingParams(max_tokens=24, **chance)
+        ),
+        "copy 8": Load(
+            [encode(f"{list(COPYING.values())[i % 3]} ({i})") for i in range(8)],
+            SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True),
+        ),
+    }
+    for name, load in cells.items():
+        found, differing = comparison.pairs(load, pairs, name)
+        row(report, name, found, differing)
+        report.at_most(f"tokens that differ, {name}", differing, 0)
+        ratio, lower = report.rows[-1]["ratio"], report.rows[-1]["lower_95"]
+        report.at_least(f"{name}: over plain", ratio, 0.98)
+        if not short:  # a few pairs say nothing about the interval
+            report.at_least(f"{name}: over plain, lower end of 95 %", lower, 0.95)
+
+
+def make_core(method: str) -> EngineCore:
+    options: dict[str, Any] = {"speculation": "off"} if method == "off" else {"speculative_config": {"method": method}}
+    return build_core(EngineConfig(dtype="float32", max_model_len=2048, **options), progress=False)
+
+
+def main() -> int:
+    parser = arguments(str(__doc__))
+    parser.add_argument("--only", nargs="+", choices=("copying", "cells"), default=["copying", "cells"])
+    parser.add_argument("--method", default="suffix", help="the drafter of the cells (default: suffix)")
+    parser.add_argument("--pairs", type=int, help="of each cell (default: 40, that is 20 ABBA; --quick: 2)")
+    args = parser.parse_args()
+    report = Report("speculation", args.quick)
+    files = resolve(EngineConfig().model, progress=False)
+    tokenizer, template = Tokenizer.from_files(files), load_chat_template(files)
+
+    def encode(text: str) -> list[int]:
+        assert template is not None
+        rendered = template.render([{"role": "user", "content": text}], add_generation_prompt=True)
+        return tokenizer.encode(rendered, add_special_tokens=False)
+
+    if "copying" in args.only:
+        measure_copying(
+            report,
+            encode,
+            pairs=args.pairs or (2 if args.quick else 10),
+            tokens=32 if args.quick else 96,
+            methods=["suffix"] if args.quick else ["suffix", "ngram"],
+        )
+    if "cells" in args.only:
+        measure_cells(
+            report, encode, pairs=args.pairs or (2 if args.quick else 40), method=args.method, short=args.quick
+        )
+    return report.finish(args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
