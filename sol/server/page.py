@@ -48,6 +48,8 @@ def _build() -> tuple[bytes, dict[str, str]]:
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",  # no text becomes markup or code, not even by mistake
         )
     )
     return (

@@ -161,6 +161,9 @@ class Page:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.go(url)
+
+    def go(self, url: str) -> None:
         result = self.call("Page.navigate", url=url)
         assert "errorText" not in result, result
         self.wait_for("document.readyState === 'complete'")

@@ -37,6 +37,8 @@ class Script:
     """Before each chunk, in seconds."""
     usage: dict[str, Any] | None = None
     """The usage's `speculation`."""
+    loading: str | None = None
+    """Why there are no models yet."""
     failure: tuple[int, str] | None = None
     """Status and message instead of an answer."""
     breaks: str | None = None
@@ -45,6 +47,8 @@ class Script:
     url: str = ""
 
     async def list_models(self, _request: Request) -> Response:
+        if self.loading is not None:
+            return JSONResponse({"error": {"message": self.loading}}, 503, {"retry-after": "1"})
         return JSONResponse({"object": "list", "data": self.models})
 
     async def chat(self, request: Request) -> Response:
@@ -86,7 +90,7 @@ def scripted_server() -> Iterator[Script]:
         Route("/v1/chat/completions", script.chat, methods=["POST"]),
     ]
     # The same behind a path, as a proxy would have it that strips it.
-    app = Starlette(routes=[*routes, Mount("/some/prefix", routes=routes)])
+    app = Starlette(routes=[*routes, Route("/some/prefix", page), Mount("/some/prefix", routes=routes)])
     app.router.redirect_slashes = False
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))

@@ -12,13 +12,16 @@ class Lane {
     this.runs = [];
     this.root = make("section", "lane");
     this.root.dataset.lane = name;
-    this.clock = make("output", "clock", "–");
+    this.clock = make("span", "clock", "–");
     this.bar = make("div", "fill");
     const head = make("div", "lane-head");
-    head.append(make("h3", "", title), this.clock);
+    head.append(make("h2", "", title), this.clock);
     const track = make("div", "track");
     track.append(this.bar);
     this.content = make("div", "text");
+    this.content.tabIndex = 0; // it scrolls, which keys must be able to do
+    this.content.setAttribute("role", "group");
+    this.content.setAttribute("aria-label", `${title}: the text`);
     this.footer = make("footer");
     this.root.append(head, track, this.content, this.footer);
   }
@@ -31,13 +34,13 @@ class Lane {
   reset() {
     this.runs = [];
     this.clear();
-    this.clock.value = "–";
+    this.clock.textContent = "–";
     this.footer.replaceChildren();
     delete this.root.dataset.state;
   }
 
   show(seconds, share) {
-    this.clock.value = `${decimal(seconds, 2)} s`;
+    this.clock.textContent = `${decimal(seconds, 2)} s`;
     this.bar.style.width = `${100 * Math.min(1, share)}%`;
   }
 
@@ -130,7 +133,7 @@ function judge() {
 
 function showVerdict(text, state, speed = "") {
   const box = $("verdict");
-  box.hidden = !text;
+  $("outcome").hidden = !text;
   box.dataset.state = state;
   box.replaceChildren(make("strong", "", speed), make("span", "", text));
 }

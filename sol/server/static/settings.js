@@ -8,6 +8,7 @@ const RETRY_SECONDS = 3;
 
 let models = [];
 let connecting = 0;
+let askedForKey = false;
 
 /** Read the models; try again while the server is loading or away. A later call makes an earlier one give up. */
 async function connect() {
@@ -18,6 +19,11 @@ async function connect() {
       if (attempt !== connecting) return;
       models = found;
       showModels();
+      if (askedForKey) {
+        askedForKey = false;
+        openSettings(false);
+        $("message").focus();
+      }
       return;
     } catch (error) {
       if (attempt !== connecting) return;
@@ -34,6 +40,7 @@ async function connect() {
 }
 
 function askForKey(error) {
+  askedForKey = true;
   const given = $("api-key").value !== "";
   $("key-field").hidden = false;
   showConnection(given ? error.message : "This server asks for an API key.", "failed");
@@ -43,7 +50,8 @@ function askForKey(error) {
 
 function showConnection(text, state) {
   $("connection").textContent = text;
-  $("connection").dataset.state = state;
+  $("connection").dataset.state = $("notice").dataset.state = state;
+  $("notice").textContent = state === "ready" ? "" : text;
   document.body.dataset.ready = state === "ready";
   $("send").disabled = $("race-start").disabled = state !== "ready";
   if (state === "ready") showRaceable();
