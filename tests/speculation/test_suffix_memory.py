@@ -57,6 +57,16 @@ def test_prompts_are_not_remembered() -> None:
     assert propose_one(proposer, lookup_row([7, 8], ANSWER[:6], tenant="a")).token_ids == []
 
 
+def test_of_an_output_not_yet_taken_in_what_was_is_remembered() -> None:
+    proposer = SuffixProposer(max_cached_requests=10)
+    long = list(range(5000))
+    finish(proposer, [1], long, "a")
+    held = proposer.memory.of("a")
+    assert held is not None
+    assert 100 < len(held.index) < 5000
+    assert propose_one(proposer, lookup_row([1], long[:9], tenant="a")).token_ids == long[9:17]
+
+
 def test_the_better_of_own_text_and_memory_is_proposed() -> None:
     proposer = SuffixProposer(max_cached_requests=10)
     finish(proposer, [1], ANSWER, "a")
@@ -78,12 +88,12 @@ def test_no_draft_goes_beyond_an_output_into_the_next() -> None:
 
 def test_memory_that_misleads_is_trusted_less() -> None:
     proposer = SuffixProposer(max_cached_requests=10)
-    finish(proposer, [1], [token for pair in range(300) for token in (2 * pair, 2 * pair + 1, 9000 + pair)], "a")
+    finish(proposer, [1], [token for pair in range(150) for token in (2 * pair, 2 * pair + 1, 9000 + pair)], "a")
     first = last = None
     row = lookup_row([1], [], tenant="a")
     output = row.sampling.output_token_ids
     assert isinstance(output, list)
-    for pair in range(200):
+    for pair in range(140):
         output += [2 * pair, 2 * pair + 1]
         last = propose_one(proposer, row)
         first = first or last

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from sol.errors import ConfigError
 from sol.speculation.propose.protocol import Proposal, ProposalRow
 from sol.speculation.propose.suffix_index import SEPARATOR
 from sol.speculation.propose.suffix_match import ORDERS, Match, best, draft, find_matches
 from sol.speculation.propose.suffix_memory import OutputMemory, TenantMemory
-from sol.speculation.propose.suffix_scores import TrackRecord
+from sol.speculation.propose.suffix_scores import LONGEST, TrackRecord
 from sol.speculation.propose.suffix_text import FollowedText, FollowedTexts, until_end
 
-_SURE = 6
+_SURE: Final = 6
+"""A match of so many tokens is followed, instead of looking for others at every token."""
+_MOST_FOLLOWED: Final = 4
+"""Of such matches; of those that nothing is better than, one. A loop matches at every turn."""
+_NEAR_CERTAIN: Final = 0.9
+"""Where a text's own drafts promise this share of those asked for, memory is not asked."""
+
+
+def _length(match: Match) -> int:
+    return match[1]
 
 
 class _Text(FollowedText):
     """A request's own text, with the matches of its end and how matches fared in it."""
 
-    __slots__ = ("_depth", "_foreseen", "_length", "_worth", "matches", "record", "remembered", "tenant")
+    __slots__ = ("_depth", "_foreseen", "_length", "_worth", "matches", "record", "remembered")
 
     def __init__(self, depth: int) -> None:
         super().__init__(ORDERS)
@@ -26,7 +36,6 @@ class _Text(FollowedText):
         self.matches: list[Match] = []
         self.record = TrackRecord()
         self._foreseen, self._length, self._worth = SEPARATOR, 0, 0.0
-        self.tenant: str | None = None
         self.remembered: tuple[TenantMemory, int, int, int, float] | None = None
         """What its tenant's memory promised when it was last asked: memory, text length, token, match length, worth"""
 
@@ -59,6 +68,9 @@ class _Text(FollowedText):
         # What matches from here on matched before. Only while no match is long may the index know a longer one: of
         # frequent n-grams it shows the latest occurrences only.
         if longest >= _SURE:
+            most = _MOST_FOLLOWED if longest < LONGEST else 1
+            if len(going_on) > most:
+                going_on = sorted(going_on, key=_length, reverse=True)[:most]
             self.matches = going_on
             self._foreseen, self._length, self._worth = best(tokens, going_on)
         else:
@@ -136,7 +148,6 @@ class SuffixProposer:
         ]
 
     def _continue(self, row: ProposalRow, text: _Text) -> Proposal:
-        text.tenant = row.tenant
         drafts, scores = draft(
             text.index.tokens,
             text.matches,
@@ -147,11 +158,12 @@ class SuffixProposer:
             cyclic=True,
         )
         memory = self.memory.of(row.tenant) if row.tenant is not None else None
-        if memory is not None:
+        own = expected_accepted(scores) if memory is not None else 0.0
+        if memory is not None and own < _NEAR_CERTAIN * row.max_tokens:
             matches = find_matches(memory.index, text.index.tokens, text.index.hashes, self._depth)
             foreseen, length, worth = best(memory.index.tokens, matches)
             if foreseen != SEPARATOR:
-                text.remembered = (memory, len(text.index), foreseen, length, worth)
+                text.remembered = (memory, len(text.index.tokens), foreseen, length, worth)
             others, their_scores = draft(
                 memory.index.tokens,
                 matches,
@@ -161,7 +173,7 @@ class SuffixProposer:
                 record=memory.record,
                 cyclic=False,
             )
-            if expected_accepted(their_scores) > expected_accepted(scores):
+            if expected_accepted(their_scores) > own:
                 drafts, scores = others, their_scores
         return until_end(row.sampling, drafts, scores)
 

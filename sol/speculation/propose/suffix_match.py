@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from math import prod
 from typing import Final
 
 from sol.speculation.propose.suffix_index import SEPARATOR, NgramIndex
@@ -126,7 +127,10 @@ def draft(
         place, length = matches[0]
         most = min(max_tokens, int(spec_factor * length))
         following = _continuation(tokens, place, drafts, most, cyclic)
-        for token, score in zip(following, record.lone_scores(length + ahead, len(following)), strict=True):
+        lone_scores = record.lone_scores(length + ahead, len(following))
+        if product * prod(lone_scores) >= min_prob:
+            return drafts + following, scores + lone_scores
+        for token, score in zip(following, lone_scores, strict=True):
             product *= score
             if product < min_prob:
                 break

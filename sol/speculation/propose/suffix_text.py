@@ -11,19 +11,20 @@ from sol.sampling.processing import SamplingRow
 from sol.speculation.propose.protocol import Proposal, ProposalRow
 from sol.speculation.propose.suffix_index import NgramIndex
 
-_TOKENS_PER_CALL: Final = 16384
+TOKENS_PER_CALL: Final = 16384
 """How much prompt a call of `propose` takes in, over all rows: a few milliseconds, whatever arrives."""
-_OUTPUT_COST: Final = 16
+_OUTPUT_COST: Final = 32
 """An output token, which is followed one by one, costs as much time as so many of a prompt, which go in together."""
 
 
 class FollowedText(ABC):
     """Prompt and output of one request, indexed. All of it follows from the tokens alone, however they were fed."""
 
-    __slots__ = ("_num_prompt", "_output", "_prompt", "index")
+    __slots__ = ("_num_prompt", "_output", "_prompt", "index", "tenant")
 
     def __init__(self, orders: Sequence[int]) -> None:
         self.index = NgramIndex(orders)
+        self.tenant: str | None = None
         self._num_prompt = 0
         # Kept to tell, without comparing tokens, that a row is still the same request. Never read later.
         self._prompt: Sequence[int] = ()
@@ -54,14 +55,14 @@ class FollowedText(ABC):
         The request has been caught up with once `len(index)` is the length of its prompt and output.
         """
         prompt, output, index = sampling.prompt_token_ids, sampling.output_token_ids, self.index
-        fed = len(index)
+        fed = len(index.tokens)
         if fed < len(prompt):
             if not fed:
                 index.reserve(len(prompt) + len(output) + len(prompt) // 4)
             piece = prompt[fed : fed + budget]
             index.extend(piece)
             budget -= len(piece)
-            fed = len(index)
+            fed = len(index.tokens)
             if fed < len(prompt):
                 return 0
             self.look()
@@ -100,8 +101,8 @@ class FollowedTexts(Generic[Text]):
         return sum(text.index.num_bytes for text in self._texts.values())
 
     def catch_up(self, rows: Sequence[ProposalRow]) -> list[Text | None]:
-        """A row's text; None where more came than one call takes in. The first row is begun with first."""
-        budget = _TOKENS_PER_CALL
+        """Feed what is new → each row's text; None where more is new than one call takes in, for the calls to come."""
+        budget = TOKENS_PER_CALL
         found: list[Text | None] = []
         for row in rows:
             sampling = row.sampling
@@ -109,13 +110,14 @@ class FollowedTexts(Generic[Text]):
             if text is None or not text.belongs_to(sampling):
                 text = self._texts[row.request_id] = self._begin()
                 text.belongs_to(sampling)
+            text.tenant = row.tenant
             if budget > 0:
                 try:
                     budget = text.feed(sampling, budget)
                 except BaseException:  # half a token may be in: it is begun anew if the drafter is asked again
                     del self._texts[row.request_id]
                     raise
-            found.append(text if len(text.index) == row.num_tokens else None)
+            found.append(text if len(text.index.tokens) == row.num_tokens else None)
         return found
 
     def pop(self, request_id: str) -> Text | None:
