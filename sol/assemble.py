@@ -289,6 +289,7 @@ def _build_gpu_runner(
         drafters=drafters,
         verify_method=settled.speculative.verify_method,
         max_num_logits_rows=settled.max_num_logits_rows,
+        num_speculative_tokens=settled.speculative.num_speculative_tokens,
     )
     return runner, memory, program.weight_bytes
 

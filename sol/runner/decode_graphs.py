@@ -7,8 +7,9 @@ row. All share one memory pool, and replay one after the other, so together they
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,7 +33,7 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
+class Graph:
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
     """[rows, vocab_size] in the pool's memory, valid until any graph is replayed"""
@@ -54,7 +55,9 @@ class DecodeGraphs:
         self._program, self._ops, self._kv_cache, self._entries = program, ops, kv_cache, entries
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._device = device
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, Graph] = {}
+        self.pool: Any = None
+        """The memory of the graphs, once there are any; others that are replayed in turn with them may share it."""
         self._buckets: list[int] = []
         size, max_blocks = max_num_seqs, entries.block_table.shape[1]
         self._inputs = torch.zeros(4 * size, dtype=torch.int64, device=device)
@@ -94,22 +97,17 @@ class DecodeGraphs:
         if count > token_ids.shape[0]:  # drafts
             token_ids = self._token_ids.new_empty(count)
         if count:
-            self._sample(logits, entries, seq_lens, token_ids)
+            self.sample_into(logits, entries, seq_lens, token_ids)
         return token_ids
 
     def capture(self, buckets: Sequence[int]) -> None:
-        """Once at start-up. Each size is run op by op first: what is compiled or allocated then is not captured."""
-        pool = torch.cuda.graph_pool_handle()
+        """Once at start-up."""
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
         # The largest first: the others then fit into what it left in the pool.
         for size in sorted(buckets, reverse=True):
             self._fill_with_padding(size)
-            self._step(size)
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            with _no_collection(), torch.cuda.graph(graph, pool=pool):
-                logits = self._step(size)
-            self._graphs[size] = _Graph(graph, _alias(logits))
-            del logits
+            self._graphs[size] = capture_graph(functools.partial(self._step, size), self.pool, self._device)
         self._buckets = sorted({*self._buckets, *buckets})
 
     def _fill_with_padding(self, size: int) -> None:
@@ -139,12 +137,13 @@ class DecodeGraphs:
         else:
             self._entries.decode_inputs(inputs, batch, self._kv_cache.block_size)
         logits = run(self._program, self._ops, batch, self._kv_cache)
-        self._sample(logits, inputs[0], batch.seq_lens, self._token_ids[:size])
+        self.sample_into(logits, inputs[0], batch.seq_lens, self._token_ids[:size])
         return logits
 
-    def _sample(
+    def sample_into(
         self, logits: torch.Tensor, entries: torch.Tensor, seq_lens: torch.Tensor, token_ids: torch.Tensor
     ) -> None:
+        """Without a wait: `token_ids` and the rows' next inputs are written."""
         parameters, last = self._entries.parameters, self._entries.last_token_ids
         if self._device.type == "cuda":
             from sol.ops.gpu.sampling import sample_rows
@@ -153,6 +152,17 @@ class DecodeGraphs:
         else:
             token_ids.copy_(batched.sample_rows(logits, entries, seq_lens, parameters))
             last.index_copy_(0, entries, token_ids.clamp(min=0))
+
+
+def capture_graph(step: Callable[[], torch.Tensor], pool: Any, device: torch.device) -> Graph:
+    """`step` starts a step whose inputs are in place and returns its logits. It runs op by op first: what is compiled
+    or allocated then is not captured."""
+    step()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with _no_collection(), torch.cuda.graph(graph, pool=pool):
+        logits = step()
+    return Graph(graph, _alias(logits))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from sol.runner.decode_graphs import decode_buckets
 from sol.runner.drafters import Drafters
 from sol.runner.gpu_runner import GpuRunner
 from sol.runner.memory import MemoryPlan, no_room_for_kv_cache
+from sol.runner.verify_graphs import verify_buckets
 from sol.speculation.config import VerifyMethod
 
 
@@ -30,12 +31,14 @@ def build_gpu_runner(
     drafters: Drafters | None = None,
     verify_method: VerifyMethod = "coupled",
     max_num_logits_rows: int | None = None,
+    num_speculative_tokens: int = 0,
 ) -> tuple[GpuRunner, MemoryPlan]:
     """A runner that is ready, and the plan its memory follows.
 
     `first` was made before the weights were loaded, with a guess of the workspace. Here the largest step and the
     largest graph run over a small cache, and what the device has lost by then, modules of compiled kernels included,
     is the workspace that `plan` is asked about.
+    `num_speculative_tokens`: the most drafts of a request that a step verifies.
     Raises `OutOfMemoryError`, and `ConfigError` where there is no Triton.
     """
     try:
@@ -47,6 +50,7 @@ def build_gpu_runner(
             param="device",
         ) from error
 
+    verifying = verify_buckets(max_num_seqs, num_speculative_tokens) if drafters is not None else []
     block_bytes = first.kv_per_token * first.block_size
 
     def make(num_blocks: int) -> GpuRunner:
@@ -80,6 +84,7 @@ def build_gpu_runner(
         trial = make(blocks)
         trial.run_worst_case()
         trial.capture(decode_buckets(max_num_seqs)[-1:])
+        trial.capture_verifying(verifying[-1:])
         torch.cuda.synchronize(device)
         free, _ = torch.cuda.mem_get_info(device)
         used = first.available - free - program.weight_bytes - blocks * block_bytes
@@ -91,6 +96,7 @@ def build_gpu_runner(
         runner.run_worst_case()
         runner.warm_up()
         runner.capture()
+        runner.capture_verifying(verifying)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"the largest step does not fit into the GPU's memory: lower --max-num-batched-tokens or --max-num-seqs, "

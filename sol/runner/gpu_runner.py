@@ -34,6 +34,7 @@ from sol.runner.drafters import Drafters, as_draft
 from sol.runner.input_batch import HeldRequest
 from sol.runner.model_runner import worst_case, worst_drafts
 from sol.runner.staging import Staging
+from sol.runner.verify_graphs import Size, VerifyGraphs
 from sol.sampling import batched
 from sol.sampling.sampler import NOT_FINITE_MESSAGE, SampledToken
 from sol.speculation.config import VerifyMethod
@@ -56,7 +57,7 @@ class _Row:
         self.entry = entry
         """Of `DeviceRows`"""
         self.new_block = UNKNOWN
-        """The block that the latest plan gave it"""
+        """The block of its next token, if the latest plan gave it"""
         self.num_planned_tokens = held.num_tokens
         """With those that steps sample which are not read yet"""
         self.drafts: list[int] = []
@@ -162,6 +163,7 @@ class GpuRunner:
         self._unread: deque[_Step] = deque()
         self._staging = Staging(device)
         self._graphs = DecodeGraphs(program, ops, kv_cache, self._entries, max_num_seqs, max_model_len, device)
+        self._verify_graphs = VerifyGraphs(program, ops, kv_cache, self._entries, self._graphs, max_model_len, device)
 
     # ── start-up ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -193,6 +195,11 @@ class GpuRunner:
         """CUDA graphs of decode steps of so many rows; by default of all the sizes that are worth one."""
         self._graphs.capture(decode_buckets(self._max_num_seqs) if buckets is None else buckets)
 
+    @torch.inference_mode()
+    def capture_verifying(self, sizes: Sequence[Size], *, graphs: bool = True) -> None:
+        """The same of steps that verify drafts, afterwards."""
+        self._verify_graphs.capture(sizes, graphs=graphs)
+
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def execute(self, plan: SchedulerOutput) -> StepOutput:
@@ -215,11 +222,16 @@ class GpuRunner:
                 row.num_planned_tokens += one.num_tokens
                 sampled.append(one)
         if not plan.new_requests and all(count == 1 for count in counts.values()):
-            logits, token_ids = self._decode(rows)
-            for one, place in zip(sampled, wanted, strict=True):
-                one.place = place
+            logits, token_ids = self._decode(plan, rows)
+            places = wanted
+        elif not plan.new_requests and (size := self._verify_graphs.find(len(rows), last + 1, max(counts.values()))):
+            logits, token_ids = self._verify(plan, rows, size)
+            places = wanted
         else:
             logits, token_ids = self._ragged(plan, rows, sampled, wanted)
+            places = list(range(len(wanted)))
+        for one in sampled:
+            one.place = places[one.place]
         # Copied before the next step may overwrite it, and before the host's sampler waits for anything.
         step = _Step(plan, sampled, self._staging.read_later(token_ids), self._draft)
         self._sample_by_host(step, logits)
@@ -231,7 +243,12 @@ class GpuRunner:
             self._unread.popleft().read()
         return step.read()
 
-    def _decode(self, rows: list[_Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, plan: SchedulerOutput, rows: list[_Row]) -> tuple[torch.Tensor, torch.Tensor]:
+        if any(
+            cached.new_block_ids and cached.new_block_ids != [row.new_block]
+            for row, cached in zip(rows, plan.cached_requests, strict=True)
+        ):  # for a drafter to write ahead into
+            self._add_blocks(plan, rows)
         count = len(rows)
         size = self._graphs.padded(count)
         with self._staging.write(4 * size) as buffer:
@@ -248,6 +265,45 @@ class GpuRunner:
         held = row.held
         start = held.num_computed_tokens
         return int(held.tokens(start, start + 1)[0]) if start < held.num_tokens else UNKNOWN
+
+    def _verify(self, plan: SchedulerOutput, rows: list[_Row], size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """In one graph: rows of few tokens, none of them new. Logits and tokens are those after each of the tokens."""
+        counts = list(plan.num_scheduled_tokens.values())
+        block_size = self._block_size
+        tokens: list[_Ints] = []
+        spans, slots = [], []
+        for row, count in zip(rows, counts, strict=True):
+            held, start = row.held, row.held.num_computed_tokens
+            span = np.arange(start, start + count, dtype=np.int64)
+            known = held.tokens(start, min(start + count, held.num_tokens))
+            tokens += [known, np.array(row.drafts if len(known) else [UNKNOWN], dtype=np.int64)]
+            spans.append(span)
+            slots.append(held.block_ids[span // block_size] * block_size + span % block_size)
+        entries = np.array([row.entry for row in rows])
+        positions = np.concatenate(spans)
+        self._add_blocks(plan, rows)
+        target = self._verify_graphs.inputs(size)
+        with self._staging.write(target.shape[0]) as buffer:
+            self._verify_graphs.fill(
+                buffer,
+                size,
+                np.stack([np.concatenate(tokens), positions, np.concatenate(slots), np.repeat(entries, counts)]),
+                np.stack([entries, positions[np.cumsum(counts) - 1] + 1]),
+                counts,
+            )
+        self._staging.copy_to(target)
+        return self._verify_graphs.run(size)
+
+    def _add_blocks(self, plan: SchedulerOutput, rows: list[_Row]) -> None:
+        """The device's block tables get the blocks that a plan gives."""
+        where: list[tuple[int, int, int]] = []
+        for row, cached in zip(rows, plan.cached_requests, strict=True):
+            first = len(row.held.block_ids) - len(cached.new_block_ids)
+            where += [(row.entry, first + i, block) for i, block in enumerate(cached.new_block_ids)]
+        if where:
+            (parts,) = self._staging.send(np.array(where, dtype=np.int64).T)
+            entries, columns, blocks = parts
+            self._entries.block_table[entries, columns] = blocks.int()
 
     def _ragged(
         self, plan: SchedulerOutput, rows: list[_Row], sampled: list[_Sampled], wanted: list[int]
@@ -369,7 +425,9 @@ class GpuRunner:
         for cached in plan.cached_requests:
             row = self._rows[cached.request_id]
             row.held.update(cached)
-            row.new_block = cached.new_block_ids[-1] if cached.new_block_ids else UNKNOWN
+            last = row.held.num_computed_tokens // self._block_size
+            fresh = last >= len(row.held.block_ids) - len(cached.new_block_ids)
+            row.new_block = int(row.held.block_ids[last]) if fresh else UNKNOWN
         for request_id in plan.num_scheduled_tokens:
             self._rows[request_id].drafts = plan.draft_token_ids.get(request_id, [])
 

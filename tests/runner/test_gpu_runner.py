@@ -24,6 +24,7 @@ from sol.runner.decode_graphs import LARGEST, decode_buckets
 from sol.runner.drafters import Drafters
 from sol.runner.gpu_runner import GpuRunner
 from sol.runner.model_runner import ModelRunner
+from sol.runner.verify_graphs import Size, verify_buckets
 from sol.sampling_params import SamplingParams
 from sol.speculation.plan import FixedController
 
@@ -47,15 +48,23 @@ class DeviceReferenceOps(ReferenceOps):
         assert isinstance(batch, DeviceBatch)
         starts = batch.query_start_loc.tolist()
         query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
-        assert max(query_lens) == batch.max_query_len
+        seq_lens, table = batch.seq_lens.tolist(), batch.block_table.long()
+        assert max(query_lens) <= batch.max_query_len
         assert int(batch.seq_lens.max()) <= batch.max_seq_len
+        # A kernel skips requests without tokens, and leaves alone tokens that are nobody's; here they are somebody's.
+        kept = [index for index, length in enumerate(query_lens) if length]
+        query_lens, seq_lens, table = [query_lens[i] for i in kept], [seq_lens[i] for i in kept], table[kept]
+        for _ in range(starts[-1], batch.num_tokens):
+            query_lens.append(1)
+            seq_lens.append(1)
+            table = torch.cat([table, torch.full_like(table[:1], kv_cache.num_blocks - 1)])
         ragged = RaggedBatch(
             token_ids=batch.token_ids,
             positions=batch.positions,
             slot_mapping=batch.slot_mapping,
-            block_table=batch.block_table.long(),
+            block_table=table,
             query_lens=query_lens,
-            seq_lens=batch.seq_lens.tolist(),
+            seq_lens=seq_lens,
             logits_rows=torch.arange(0),
         )
         return super().prepare(program, ragged, kv_cache)
@@ -203,13 +212,18 @@ def test_tokens_are_those_of_the_runner_that_waits(program: Program, seed: int, 
         known = {name: tokens(outputs) for name, outputs in answers.items()}
         drafters = Drafters([RecordedProposer(known, VOCAB, right=0.8, seed=seed)], vocab_size=VOCAB)
         controller: Any = FixedController(["suffix"], 6)
-        if drafting == "arbitrary":
+        if drafting.startswith("arbitrary"):
             controller = ArbitraryController(seed, drafters=["suffix"])
-        speculation = Speculation(controller, num_speculative_tokens=6)
+        # As if it wrote ahead: blocks are given before they are needed.
+        caching = ["suffix"] if seed % 2 else []
+        speculation = Speculation(controller, num_speculative_tokens=6, caching=caching)
+    runner = gpu_runner(program, CONFIG, drafters=drafters)
+    if drafting.endswith("graphs"):
+        runner.capture_verifying(verify_buckets(CONFIG.max_num_seqs, 6), graphs=False)
     # A cache of 30 blocks lets requests be preempted; alone, each has its own.
-    core = make_core(gpu_runner(program, CONFIG, drafters=drafters), CONFIG, work_ahead, speculation)
+    core = make_core(runner, CONFIG, work_ahead, speculation)
     found = drive(core, requests, seed)
-    if drafting == "always":
+    if drafting.startswith("always"):
         accepted = [o.speculation.drafters for outputs in found.values() for o in outputs if o.speculation]
         assert sum(counts.num_accepted_tokens for by_name in accepted for counts in by_name.values()) > 30
     for request in requests:
@@ -246,6 +260,15 @@ def test_the_worst_case_runs_and_leaves_nothing(program: Program) -> None:
     runner.run_worst_case()
     core = make_core(runner, CONFIG, 1)
     assert [o[-1].finish_reason for o in drive(core, make_requests(2, 3), 2).values()]
+
+
+def test_sizes_of_graphs_that_verify() -> None:
+    assert verify_buckets(1, 3) == [Size(1, 2), Size(1, 3), Size(1, 4)]
+    sizes = verify_buckets(256, 16)
+    assert len(sizes) < 70
+    for requests in range(1, 65):
+        for tokens in range(requests + 1, min(129, 4 * requests + 1)):
+            assert any(size.num_requests >= requests and size.num_tokens >= tokens for size in sizes)
 
 
 def test_sizes_of_graphs() -> None:
