@@ -28,7 +28,7 @@ from sol.speculation.propose import Proposal, ProposalRow, Proposer
 from sol.speculation.propose.ngram import NgramProposer
 from sol.speculation.propose.suffix import SuffixProposer
 
-LOOKUP_CALL, LOOKUP_ROW, LOOKUP_TOKEN = 5e-6, 12e-6, 3e-6
+LOOKUP_CALL, LOOKUP_ROW, LOOKUP_TOKEN = 5e-6, 8e-6, 3e-6
 """Seconds of a lookup drafter: a call, a request, and a token that is new to it since it was last asked."""
 VOCAB_SIZE: Final = 100_000
 PROPOSERS: Final[dict[str, Callable[[], Proposer]]] = {

@@ -173,11 +173,12 @@ class CostModel:
 
 
 class DraftingCost:
-    """Seconds of a drafter's call: base + per request + per draft, none of them negative."""
+    """Seconds of a drafter's call: base + per request + per draft + per token that it has to read first (a prompt, what
+    was emitted since it was last asked). None of them is negative."""
 
-    def __init__(self, base: float, per_request: float, per_token: float) -> None:
+    def __init__(self, base: float, per_request: float, per_token: float, per_unread: float) -> None:
         """As far as is known before the first call."""
-        self._parts = [base, per_request, per_token]
+        self._parts = [base, per_request, per_token, per_unread]
         self._variances = [(3.0 * part) ** 2 for part in self._parts]
         self._floor = [1e-3 * part for part in self._parts]
 
@@ -193,10 +194,14 @@ class DraftingCost:
     def per_token(self) -> float:
         return self._parts[2]
 
-    def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
+    @property
+    def per_unread(self) -> float:
+        return self._parts[3]
+
+    def observe(self, num_requests: int, num_tokens: int, num_unread: int, seconds: float) -> None:
         if not (seconds >= 0 and math.isfinite(seconds)) or num_requests < 1:
             return
-        counts = (1.0, float(num_requests), float(num_tokens))
+        counts = (1.0, float(num_requests), float(num_tokens), float(num_unread))
         parts, variances = self._parts, self._variances
         expected = sum(c * p for c, p in zip(counts, parts, strict=True))
         noise = (0.2 * max(expected, seconds)) ** 2
