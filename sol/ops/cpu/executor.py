@@ -32,7 +32,7 @@ class KVCacheSpec:
 
 
 class CpuExecutor:
-    """Implements `sol.ops.program.Executor`. Owns the KV cache and the threads; not thread-safe.
+    """Implements `sol.ops.program.Executor`. Owns its KV cache and threads unless it shares them; not thread-safe.
 
     Every matrix of the program is `Packed`; norms, biases and RoPE tables are float32. What the program's weights
     point to is kept alive. Raises `NativeError` (UNSUPPORTED for shapes that the kernels do not take), and MemoryError
@@ -49,15 +49,29 @@ class CpuExecutor:
         max_num_tokens: int,
         num_threads: int,
         cores: Sequence[int] | None = None,
+        threads_of: CpuExecutor | None = None,
+        cache_of: CpuExecutor | None = None,
     ) -> None:
-        """`max_num_tokens`: most tokens of a step. `cores`: where each thread is pinned; None: nowhere."""
+        """`max_num_tokens`: most tokens of a step. `cores`: where each thread is pinned; None: nowhere.
+
+        `threads_of`: computes on that executor's threads (then `num_threads` is its number, and `cores` is left out);
+        the two take turns. `cache_of`: keeps its keys and values where that executor has those of its first layers; it
+        has as many layers or more, and the same `kv_cache`.
+        """
         self._native = native
         self._model = c_void_p()
         self.program = program
         self._keep: list[Any] = []
         num_layers = sum(isinstance(op, PagedAttention) for op in program.body)
         block = native.kv_block_nbytes(isa, kv_cache.dtype, program.num_kv_heads, program.head_dim, kv_cache.block_size)
-        self.kv_cache = _aligned(num_layers * kv_cache.num_blocks * block)
+        nbytes = num_layers * kv_cache.num_blocks * block
+        if cache_of is None:
+            self.kv_cache = _aligned(nbytes)
+        else:
+            assert kv_cache == cache_of.kv_cache_spec, "the same blocks of the same tokens"
+            self.kv_cache = cache_of.kv_cache[:nbytes]  # layers come one after the other
+        self.kv_cache_spec = kv_cache
+        self.num_threads = num_threads
         embedding, head = program.embedding, program.head
         first = next(op for op in program.body if isinstance(op, AttentionInput))
         mlp = next(op for op in program.body if isinstance(op, MlpInput))
@@ -85,6 +99,7 @@ class CpuExecutor:
             final_norm=self._norm(program.final_norm),
             head=self._linear(head),
             ops=ops,
+            threads_of=None if threads_of is None else threads_of._model,
         )
         self._keep += [program, ops]
         native.check(native.functions.sol_model_create(byref(description), byref(self._model)))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sol.ops.weights import Packed
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 LIBRARY: Final = Path(__file__).with_name("_native.so")
 OVERRIDE: Final = "SOL_CPU_LIBRARY"
 """An environment variable for developers: another build of the library, e.g. an instrumented one."""
@@ -149,6 +149,7 @@ class SolModelDesc(ctypes.Structure):
         ("final_norm", SolNorm),
         ("head", SolLinear),
         ("ops", POINTER(SolOp)),
+        ("threads_of", c_void_p),
     )
 
 

@@ -309,10 +309,20 @@ int32_t create(const SolModelDesc& desc, std::unique_ptr<SolModel>* out) {
         return code;
     }
     if (const int32_t code = open_ops(desc, model.get())) return code;
-    model->pool = std::make_unique<ThreadPool>(desc.num_threads, desc.cores);
-    take_workspace(model.get());
-    const std::string problem = model->pool->start(walk_step, model.get());
-    if (!problem.empty()) return fail(SOL_E_ARGUMENT, "%s", problem.c_str());
+    if (desc.threads_of != nullptr) {
+        model->pool = desc.threads_of->pool;
+        if (desc.num_threads != model->pool->num_threads() || desc.cores != nullptr) {
+            return fail(SOL_E_ARGUMENT,
+                        "num_threads is %d, cores %s; the model that threads_of names has %d, and they are where they are",
+                        (int)desc.num_threads, desc.cores == nullptr ? "null" : "not null", model->pool->num_threads());
+        }
+        take_workspace(model.get());
+    } else {
+        model->pool = std::make_shared<ThreadPool>(desc.num_threads, desc.cores);
+        take_workspace(model.get());
+        const std::string problem = model->pool->start();
+        if (!problem.empty()) return fail(SOL_E_ARGUMENT, "%s", problem.c_str());
+    }
     *out = std::move(model);
     return SOL_OK;
 }
@@ -360,7 +370,8 @@ int64_t sol_model_workspace_nbytes(const SolModel* model) { return model == null
 int32_t sol_model_step(SolModel* model, const SolBatch* batch, float* logits) {
     if (model == nullptr || batch == nullptr) return sol::fail(SOL_E_ARGUMENT, "model or batch is null");
     if (const int32_t code = sol::plan_step(*model, *batch, logits)) return code;
-    model->pool->run();
+    model->pool->run(sol::walk_step, model);
+    model->timing.seconds[6] += model->pool->take_wait_seconds();
     return SOL_OK;
 }
 
@@ -369,7 +380,6 @@ void sol_model_times(SolModel* model, double seconds[7]) {
         std::fill_n(seconds, 7, 0.0);
         return;
     }
-    std::copy_n(model->timing.seconds, 6, seconds);
-    std::fill_n(model->timing.seconds, 6, 0.0);
-    seconds[6] = model->pool->take_wait_seconds();
+    std::copy_n(model->timing.seconds, 7, seconds);
+    std::fill_n(model->timing.seconds, 7, 0.0);
 }

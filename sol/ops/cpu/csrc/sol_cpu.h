@@ -2,7 +2,7 @@
  *
  * Functions that can fail return 0 and leave nothing behind, or a negative SOL_E_* and a message in sol_last_error()
  * (thread-local, English, names the field and the value). They never throw, never abort, and check every pointer's
- * size that they are given. A model belongs to one calling thread at a time.
+ * size that they are given. A model belongs to one calling thread at a time, together with those it shares threads with.
  */
 #ifndef SOL_CPU_H
 #define SOL_CPU_H
@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 #define SOL_API __attribute__((visibility("default")))
-#define SOL_ABI_VERSION 1
+#define SOL_ABI_VERSION 2
 
 enum { SOL_OK = 0, SOL_E_ARGUMENT = -1, SOL_E_MEMORY = -2, SOL_E_UNSUPPORTED = -3, SOL_E_DATA = -4 };
 
@@ -103,6 +103,8 @@ typedef struct {
     int32_t reserved;
 } SolOp;
 
+typedef struct SolModel SolModel;
+
 typedef struct {
     int32_t isa;
     int32_t num_threads;      /* the caller is one of them */
@@ -128,9 +130,10 @@ typedef struct {
     SolNorm final_norm;
     SolLinear head;
     const SolOp *ops;
+    const SolModel *threads_of; /* null: threads of its own. A model whose threads this one uses too, so that the two do
+                                 not take each other's cores: num_threads is that model's, cores is null. Threads live
+                                 as long as any of their models */
 } SolModelDesc;
-
-typedef struct SolModel SolModel;
 
 /* Bytes that one block takes in one layer (keys and values, and scales for INT8). */
 SOL_API int64_t sol_kv_block_nbytes(int32_t isa, int32_t kv_dtype, int32_t num_kv_heads, int32_t head_dim,

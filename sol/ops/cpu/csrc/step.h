@@ -134,7 +134,7 @@ struct Step {
 };
 
 struct Timing {
-    double seconds[6] = {};
+    double seconds[7] = {};  // embed, the four ops, logits, and the caller's waiting for others
 };
 
 }  // namespace sol
@@ -177,7 +177,8 @@ struct SolModel {
     std::vector<int64_t> writers;  // by block: which request writes to it, from 1; all 0 between steps
     sol::Step step;
     sol::Timing timing;
-    std::unique_ptr<sol::ThreadPool> pool;  // last: its threads end before anything else does
+    // Nobody is inside a step when a model ends, so its threads may outlive it where other models have them too.
+    std::shared_ptr<sol::ThreadPool> pool;
 };
 
 namespace sol {

@@ -91,9 +91,7 @@ ThreadPool::ThreadPool(int num_threads, const int32_t* cores)
     if (cores != nullptr) cores_.assign(cores, cores + num_threads);
 }
 
-std::string ThreadPool::start(Walk walk, void* context) {
-    walk_ = walk;
-    context_ = context;
+std::string ThreadPool::start() {
 #if defined(__linux__)
     cpu_set_t allowed;
     if (!cores_.empty() && pthread_getaffinity_np(pthread_self(), sizeof allowed, &allowed) == 0) {
@@ -130,12 +128,14 @@ ThreadPool::~ThreadPool() {
     for (std::thread& worker : workers_) worker.join();
 }
 
-void ThreadPool::run() {
+void ThreadPool::run(Walk walk, void* context) {
 #if defined(__linux__)
     cpu_set_t before;
     const bool pinned = !cores_.empty() && pthread_getaffinity_np(pthread_self(), sizeof before, &before) == 0;
     if (pinned) pin_to(cores_[0]);
 #endif
+    walk_ = walk;
+    context_ = context;
     const uint64_t step = (gate_.value.load(std::memory_order_relaxed) >> 16) + 1;
     gate_.value.store(step << 16 | OPEN);
     if (num_threads_ > 1) {

@@ -1,4 +1,4 @@
-// The model's threads and the way a step is walked by all of them at once.
+// A team of threads, of one model or of several that step in turn, and the way a step is walked by all of them at once.
 //
 // A step is a sequence of phases, a phase a number of chunks. Every thread walks the same phases; inside one it claims
 // chunks, first from its own range, then from the others'. A phase is over when all its chunks are done, not when all
@@ -49,13 +49,14 @@ class ThreadPool {
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    // Starts the threads; an empty string, or why it did not work. `walk` is what each thread does in a step: a
-    // function of the thread's Walker that goes through the same phases on all of them, whatever `context` says.
-    using Walk = void (*)(void* context, class Walker& walker);
-    std::string start(Walk walk, void* context);
+    // Starts the threads; an empty string, or why it did not work.
+    std::string start();
 
-    // One step on all threads, the caller among them. Returns when no thread is inside the step any more.
-    void run();
+    // One step on all threads, the caller among them. Returns when no thread is inside the step any more. `walk` is what
+    // each thread does: a function of the thread's Walker that goes through the same phases on all of them, whatever
+    // `context` says.
+    using Walk = void (*)(void* context, class Walker& walker);
+    void run(Walk walk, void* context);
 
     int num_threads() const { return num_threads_; }
 
@@ -91,7 +92,7 @@ class ThreadPool {
     uint64_t first_phase_ = 1;  // of the step in progress
     uint32_t first_target_ = 0;
     double wait_seconds_ = 0;
-    Walk walk_ = nullptr;
+    Walk walk_ = nullptr;  // of the step in progress: written before its gate opens, read by those who come in
     void* context_ = nullptr;
 };
 

@@ -154,4 +154,38 @@ inline void check_threads(int32_t isa, int rounds) {
     }
 }
 
+// Models that step in turn on the threads of one of them, which may be the first to go.
+inline void check_shared_threads(int32_t isa, int rounds) {
+    ModelOptions options;
+    options.isa = isa;
+    options.num_threads = 3;
+    for (int round = 0; round < rounds; round++) {
+        auto first = std::make_unique<TinyModel>(options);
+        ModelOptions other = options;
+        other.kv_dtype = SOL_KV_INT8;
+        other.floats = true;
+        other.intermediate_size = 100;
+        const Logits expected = run_mixed(*first, options.block_size);
+        TinyModel alone(other);
+        const Logits expected_other = run_mixed(alone, other.block_size);
+        other.threads_of = first->model();
+        auto second = std::make_unique<TinyModel>(other);
+        check(same(run_mixed(*second, other.block_size), expected_other), "other bits on another model's threads");
+        check(same(run_mixed(*first, options.block_size), expected), "other bits after another model's steps");
+        Logits a(4), b(4);
+        run_step(*first, {part_of(0, 0, 30)}, 16, a);
+        run_step(*second, {part_of(0, 0, 30)}, 16, b);
+        for (int64_t position = 30; position < 60; position++) {  // a target and its drafter
+            run_step(*first, {part_of(0, position, position + 1)}, 16, a);
+            run_step(*second, {part_of(0, position, position + 1)}, 16, b);
+        }
+        first.reset();
+        check(same(run_mixed(*second, other.block_size), expected_other), "other bits without the threads' first model");
+        ModelOptions heir = options;
+        heir.threads_of = second->model();
+        TinyModel third(heir);
+        check(same(run_mixed(third, options.block_size), expected), "other bits on threads that were handed on");
+    }
+}
+
 }  // namespace test

@@ -141,6 +141,13 @@ void check_model_errors(int32_t isa) {
     options.isa = isa;
     options.num_threads = 2;
     TinyModel tiny(options);
+    const int32_t core = 0;
+    create(SOL_E_ARGUMENT, "num_threads is 1", [&](Desc d, Ops) { d.threads_of = tiny.model(); });
+    create(SOL_E_ARGUMENT, "cores not null", [&](Desc d, Ops) {
+        d.threads_of = tiny.model();
+        d.num_threads = 2;
+        d.cores = &core;
+    });
     const auto step = [&](const char* word, auto&& change) {
         Batch batch = make_batch({part_of(0, 0, 5), part_of(1, 0, 1)}, 16);
         change(batch);
@@ -221,7 +228,10 @@ int main(int argc, char** argv) {
         const sol::Kernels& kernels = *sol::kernels_for(isa);
         check(kernels.isa == isa && kernels.group_rows == sol_group_rows(isa), "%s: the table is another's", name);
         if (rounds > 0) {
-            section(name, "threads", [&] { check_threads(isa, rounds); });
+            section(name, "threads", [&] {
+                check_threads(isa, rounds);
+                check_shared_threads(isa, 1 + rounds / 3);
+            });
             continue;
         }
         section(name, "quantize", [&] {
@@ -233,7 +243,10 @@ int main(int argc, char** argv) {
         section(name, "perm", [&] { check_perm(kernels); });
         section(name, "attention", [&] { check_attention(kernels, thorough); });
         section(name, "model", [&] { check_model(isa, thorough); });
-        section(name, "threads", [&] { check_threads(isa, thorough ? 20 : 4); });
+        section(name, "threads", [&] {
+            check_threads(isa, thorough ? 20 : 4);
+            check_shared_threads(isa, thorough ? 4 : 1);
+        });
         section(name, "errors", [&] {
             check_weight_errors(isa);
             check_model_errors(isa);

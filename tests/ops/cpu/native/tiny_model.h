@@ -22,6 +22,7 @@ struct ModelOptions {
     int64_t num_blocks = 120;
     int64_t max_positions = 700;
     uint64_t seed = 23;
+    const SolModel* threads_of = nullptr;
 };
 
 // Owns all that a SolModelDesc points to. The same seed gives the same weights for every instruction set.
@@ -33,6 +34,7 @@ class TinyModel {
         Random random(options.seed);
         desc_.isa = options.isa;
         desc_.num_threads = options.num_threads;
+        desc_.threads_of = options.threads_of;
         desc_.hidden_size = hidden;
         desc_.intermediate_size = options.intermediate_size;
         desc_.vocab_size = VOCAB;
