@@ -33,6 +33,8 @@ class Script:
     chunks: Callable[[dict[str, Any]], list[Segments]] = lambda body: [[("Hello", "target", 1)]]
     """By the request's body: the chunks of the answer."""
     with_segments: bool = True
+    length: float | None = None
+    """The mean acceptance length so far, in each chunk."""
     delay: float = 0.0
     """Before each chunk, in seconds."""
     usage: dict[str, Any] | None = None
@@ -66,7 +68,7 @@ class Script:
             choice: dict[str, Any] = {"index": 0, "delta": {"content": "".join(text for text, _, _ in segments)}}
             if self.with_segments:
                 named = [{"text": text, "origin": origin, "tokens": tokens} for text, origin, tokens in segments]
-                choice["speculation"] = {"segments": named}
+                choice["speculation"] = {"segments": named, "mean_acceptance_length": self.length}
             yield _event({"choices": [choice]})
         if self.breaks is not None:
             if self.breaks:

@@ -192,6 +192,20 @@ def test_an_answer_shows_who_made_each_token(page: Page, script: Script) -> None
     assert {url for _, url in page.requests if not url.startswith((f"{script.url}/", "data:"))} == set()
 
 
+def test_numbers_are_shown_while_the_answer_comes(page: Page, script: Script) -> None:
+    script.chunks = lambda body: [[("a b c", "suffix", 3), (" d", "target", 1)]] * 1000
+    script.length, script.delay = 3.25, 0.01
+    page.write("Go on", into="#message")
+    page.press("Enter")
+    page.wait_for(f"Number({ANSWER}?.querySelector('[data-number=tokens] dd')?.textContent) >= 12")
+    assert page.evaluate(f"{ANSWER}.ariaBusy") == "true"
+    assert number(page, "MAL") == "3.25"
+    assert number(page, "tokens/step") == "4.00"
+    assert float(number(page, "tokens/s")) > 0
+    page.press("Escape")
+    page.wait_for(ANSWERED)
+
+
 def test_an_answer_without_origins_is_the_targets(page: Page, script: Script) -> None:
     script.with_segments = False
     script.chunks = lambda body: [[("One ", "x", 1)], [("two", "x", 1)]]
