@@ -160,7 +160,8 @@ def _describe_drafter(counts: DrafterStats, sums: EngineStats) -> str:
     # Seconds a token, of drafter and target, over everything that was computed in the meantime.
     if counts.seconds and counts.num_proposed_tokens and sums.plain_seconds and sums.num_generated_tokens:
         ratio = (sums.plain_seconds / sums.num_generated_tokens) / (counts.seconds / counts.num_proposed_tokens)
-        parts.append(f"drafts {ratio:.1f} times as fast as the target decodes")
+        shown = f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
+        parts.append(f"drafts {shown} times as fast as the target decodes")
     if counts.num_failures:
         parts.append(f"failed {counts.num_failures} times" if counts.num_failures > 1 else "failed once")
     return ", ".join(parts)

@@ -13,6 +13,8 @@ from pseudo_terminal import terminal
 
 from sol import LLM, SamplingParams
 from sol.cli import main
+from sol.cli.chat import _speculated
+from sol.engine.types import DraftCounts, SpeculationUsage
 from sol.models.source import ModelFiles
 
 PROMPTS = ["The capital of France is", "Once upon a time", "def main():"]
@@ -102,6 +104,16 @@ def test_a_conversation(talking_llama: Path) -> None:
         chat.interrupt_until("> ")
         chat.type("\x04")
         assert chat.process.wait(60) == 0
+
+
+def test_what_speculation_did_is_under_the_answer() -> None:
+    counts = {"suffix": DraftCounts(num_drafts=3, num_draft_tokens=9, num_accepted_tokens=6), "ngram": DraftCounts()}
+    usage = SpeculationUsage(num_steps=5, drafters=counts, speedup=1.625)
+    assert _speculated(usage) == ", mean acceptance length 3.00, about 1.62× plain decoding"
+    usage.speedup = None
+    assert _speculated(usage) == ", mean acceptance length 3.00"
+    assert _speculated(SpeculationUsage(num_steps=5, speedup=1.0)) == "", "nothing was drafted"
+    assert _speculated(None) == ""
 
 
 def answer(screen: str) -> str:

@@ -61,6 +61,25 @@ def test_doctor_as_json(talking_llama: Path, capsys: pytest.CaptureFixture[str])
     assert report["packages"]["torch"]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "drafts by suffix, up to 16 for a request in a step"),
+        (
+            ("--speculative-config", '{"method": "suffix+ngram", "num_speculative_tokens": 3}'),
+            "ngram and suffix, up to 3",
+        ),
+        (("--speculation", "off"), "off"),
+    ],
+)
+def test_doctor_says_who_drafts(
+    talking_llama: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert main(["doctor", str(talking_llama), *words]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  speculation")]
+    assert said in line
+
+
 def test_doctor_names_a_model_that_does_not_fit(talking_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(talking_llama), "--max-model-len", "512", "--kv-cache-memory-bytes", "64K"]) == 1
     out = capsys.readouterr().out
