@@ -82,3 +82,17 @@ def test_a_busy_port_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_model_that_is_not_there_ends_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tmp_path), "--port", "0"]) == 2
     assert "sol: error: model" in capsys.readouterr().err
+
+
+def test_what_the_server_logs_is_on_stderr() -> None:
+    program = (
+        "import logging, sys, sol.server.app as app\n"
+        "from sol.cli import main\n"
+        "app.serve = lambda *args, **options: logging.getLogger('sol.server').info('drafted 5 tokens') or 0\n"
+        "logging.getLogger('someone.else').info('chatter')\n"
+        "sys.exit(main(['serve']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d drafted 5 tokens\n", done.stderr)
