@@ -155,8 +155,6 @@ def step(results: Results, shape: Shape, cases: list[tuple[int, int, int]], part
         values: dict[str, Any] = {"requests": requests, "context": context, "query_len": query_len, "ms": whole}
         if requests * query_len <= 64 and parts:
             values["cublas_ms"] = forward(GpuOps(DEVICE, max_fused_tokens=0))
-        if requests * query_len <= 64:
-            values["norms_begun_ms"] = forward(GpuOps(DEVICE, begin_norms=True))
         if parts:
             for part in ("qkv", "attention", "o", "gate_up", "down", "head"):
                 values[f"{part}_ms"] = whole - forward(Without(DEVICE, part))

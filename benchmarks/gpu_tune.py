@@ -15,7 +15,7 @@ from gpu_model import DecodeBatch, Projection, Shape, make_program
 from triton.runtime.errors import OutOfResources
 
 from sol.ops import KVCache, run
-from sol.ops.gpu.attention import AttentionConfig, AttentionInputs, attend
+from sol.ops.gpu.attention import AttentionConfig, AttentionInputs, ManyConfig, attend
 from sol.ops.gpu.launch import Counters
 from sol.ops.gpu.ops import GpuOps
 from sol.ops.gpu.tuning import LinearConfig, linear_config, table
@@ -170,18 +170,19 @@ def tune_attention(
     """The block sizes of attention, over the layers of a step."""
     shape = dataclasses.replace(shape, layers=min(shape.layers, 16))
     few = [
-        AttentionConfig(few_block_n=n, few_warps=warps, few_stages=stages)
+        AttentionConfig(few_block_n=n, few_warps=warps, few_stages=stages, deep_stages=stages)
         for n in (32, 64, 128)
         for warps in (1, 2, 4, 8)
         for stages in (3, 5, 7, 9)  # of which half are buffers: a key's place is itself read from the block table
         if 8 * warps <= n <= 64 * warps
     ]
-    many = [
-        AttentionConfig(many_block_m=m, many_block_n=n, many_warps=warps, many_stages=stages)
-        for m, warps in ((64, 4), (128, 4), (128, 8))
+    tiles = [
+        ManyConfig(m, n, warps, stages)
+        for m, warps in ((64, 4), (128, 4), (128, 8), (256, 8))
         for n in (32, 64, 128)
         for stages in (3, 5)
     ]
+    many = [AttentionConfig(many=tile, large=tile) for tile in tiles]
     if device.type == "cuda":
         with multiprocessing.get_context("spawn").Pool(processes) as pool:
             pool.map(_compile_attention, [(shape, configs) for configs in (*((c,) for c in few + many),)], 1)
@@ -217,7 +218,11 @@ def tune_attention(
                 continue
             times.append((ms, config))
         times.sort(key=lambda pair: pair[0])
-        usual = min(ms for ms, c in times if dataclasses.replace(c, few_programs=4) == AttentionConfig())
+        usual = timed(
+            lambda: [attend(q, k, v, inputs, scale=0.1) for k, v in batch.cache],  # noqa: B023
+            launches=shape.layers,
+            repeats=5,
+        )
         size = requests * context * shape.kv_heads * shape.size * 4
         for ms, config in times[:8]:
             add("attention", requests=requests, context=context, query_len=query_len, us=ms * 1e3,

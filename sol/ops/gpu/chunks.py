@@ -40,6 +40,15 @@ def chunk_of_each(positions):
 
 
 @triton.jit
+def chunk_from(position):
+    """The first chunk that begins at a position or after it."""
+    chunk = position * 0
+    if position > 0:
+        chunk = chunk_of(position - 1) + 1
+    return chunk
+
+
+@triton.jit
 def chunk_start(chunk):
     """A chunk's first position; its end is the next one's start."""
     level = chunk // PER_LEVEL

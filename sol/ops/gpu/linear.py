@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sol.ops.gpu.launch import DOT_PRECISION, Counters, has_large_tiles, pdl_options
-from sol.ops.gpu.tuning import LinearConfig, linear_config
+from sol.ops.gpu.tuning import LARGEST_CLASS, LinearConfig, linear_config, measured_config
 from sol.ops.weights import Norm
 
 STORE = tl.constexpr(0)
@@ -28,7 +28,7 @@ GATE = tl.constexpr(2)
 ROPE = tl.constexpr(3)
 
 MAX_TOKENS = 64
-"""More are a matter of arithmetic, and of cuBLAS."""
+"""More are a matter of arithmetic, and of cuBLAS; but see `is_measured`."""
 
 
 # Not specialised: one compiled kernel for all token counts of a class.
@@ -294,7 +294,7 @@ def linear(
     bias: torch.Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> None:
-    """out = x · weightᵀ + bias. x [T, in], T ≤ 64; weight [rows, in], rows contiguous; out [T, rows]."""
+    """out = x · weightᵀ + bias. x [T, in], T ≤ 128; weight [rows, in], rows contiguous; out [T, rows]."""
     _launch(x, weight, out, STORE, config, counters, bias=bias, stride_out=out.stride(0))
 
 
@@ -333,6 +333,15 @@ def linear_residual(
         squares=None if begun is None else begun.squares,
     )
     return begun
+
+
+def is_measured(weight: torch.Tensor, tokens: int) -> bool:
+    """Whether this kernel was measured to be the faster one for a step of so many tokens, more than `MAX_TOKENS`."""
+    if tokens > LARGEST_CLASS:
+        return False
+    rows, columns = weight.shape
+    large = has_large_tiles(weight.device)
+    return measured_config(rows, columns, tokens, weight.element_size(), large) is not None
 
 
 def _config(x: torch.Tensor, rows: int, columns: int) -> LinearConfig:

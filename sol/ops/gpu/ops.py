@@ -21,6 +21,9 @@ PARTIALS_BYTES: Final = 512 << 20
 """Of chunks' results in attention. A step that would need more gives requests with several query tokens to the
 kernel that does not cut contexts."""
 
+BEGIN_NORMS_TOKENS: Final = 16
+"""Measured: with 32 and 64 tokens what this adds to the projections costs more than the kernel that it saves."""
+
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
@@ -38,14 +41,12 @@ class GpuOps:
     Takes a `RaggedBatch` (eager) or a `DeviceBatch` (eager or under graph capture: no op waits for the device, and
     none reads on the host what lies on it).
 
-    `begin_norms`: a projection into the residual also multiplies by the weight of the norm that follows and gathers
-    Σx², and the next projection does the rest; otherwise a norm is a kernel.
+    In a step of at most `BEGIN_NORMS_TOKENS` a projection into the residual also multiplies by the weight of the norm
+    that follows and gathers Σx², and the next projection does the rest; otherwise a norm is a kernel.
+    `max_fused_tokens`: cuBLAS computes the projections of larger steps; for benchmarks.
     """
 
-    def __init__(
-        self, device: torch.device, *, max_fused_tokens: int = linear.MAX_TOKENS, begin_norms: bool = False
-    ) -> None:
-        self._begin_norms = begin_norms
+    def __init__(self, device: torch.device, *, max_fused_tokens: int = linear.MAX_TOKENS) -> None:
         self._norm_after: dict[int, Norm] = {}
         self._program: Program | None = None
         self._begun: tuple[torch.Tensor, linear.Scaled] | None = None
@@ -54,7 +55,7 @@ class GpuOps:
 
     def prepare(self, program: Program, batch: RaggedBatch | DeviceBatch, kv_cache: KVCache) -> GpuPlan:
         if program is not self._program:
-            self._norm_after = _norms_after(program) if self._begin_norms else {}
+            self._norm_after = _norms_after(program)
             self._program = program
         self._begun = None
         heads = (program.num_heads, program.num_kv_heads, program.head_dim)
@@ -91,8 +92,8 @@ class GpuOps:
         }
         tokens = residual.shape[0]
         q = torch.empty(tokens, heads, size, dtype=residual.dtype, device=residual.device)
-        if tokens <= self._max_fused_tokens and len(op.qkv.segments) == 1:
-            weight = _matrix(op.qkv.segments[0])
+        weight = self._fused(tokens, op.qkv)
+        if weight is not None:
             bias = op.qkv.bias
             x = self._normed(residual, op.norm)
             linear.linear_rope(x, weight, q, self._counters, heads=plan.heads, rope=tensors, bias=bias)
@@ -123,7 +124,7 @@ class GpuOps:
             bias = None if weight.bias is None else weight.bias[part]
             if tokens <= self._max_fused_tokens:
                 # float16 has no room for x · weight before it is divided by the root mean square.
-                begin = len(weight.segments) == 1 and x.dtype != torch.float16
+                begin = tokens <= BEGIN_NORMS_TOKENS and len(weight.segments) == 1 and x.dtype != torch.float16
                 norm = self._norm_after.get(id(weight)) if begin else None
                 begun = linear.linear_residual(x, matrix, target, self._counters, bias=bias, norm=norm)
                 self._begun = None if begun is None else (residual, begun)
@@ -136,8 +137,8 @@ class GpuOps:
 
     def mlp_input(self, residual: torch.Tensor, op: MlpInput) -> torch.Tensor:
         tokens = residual.shape[0]
-        if tokens <= self._max_fused_tokens and len(op.gate_up.segments) == 1:
-            weight = _matrix(op.gate_up.segments[0])
+        weight = self._fused(tokens, op.gate_up)
+        if weight is not None:
             h = torch.empty(tokens, weight.shape[0] // 2, dtype=residual.dtype, device=residual.device)
             x = self._normed(residual, op.norm)
             linear.linear_silu_mul(x, weight, h, self._counters, bias=op.gate_up.bias)
@@ -149,6 +150,17 @@ class GpuOps:
             rows = sum(_matrix(segment).shape[0] for segment in head.segments)
             return torch.empty(0, rows, dtype=torch.float32, device=residual.device)
         return self._linear(elementwise.rms_norm(residual, norm), head, dtype=torch.float32)
+
+    def _fused(self, tokens: int, weight: Linear) -> torch.Tensor | None:
+        """The matrix, if what follows this projection is computed with it: in steps of at most 64 tokens, and in those
+        of 65 to 128 where that was measured to be faster than cuBLAS and a kernel of its own."""
+        if len(weight.segments) != 1:
+            return None
+        matrix = _matrix(weight.segments[0])
+        if tokens <= self._max_fused_tokens:
+            return matrix
+        worth = self._max_fused_tokens == linear.MAX_TOKENS and linear.is_measured(matrix, tokens)
+        return matrix if worth else None
 
     def _normed(self, residual: torch.Tensor, norm: Norm) -> torch.Tensor | linear.Scaled:
         """As far as the projection that made `residual` has brought it, else normed."""

@@ -1,7 +1,8 @@
 """Which block sizes a projection runs with: measured where a shape has been measured, else by rule.
 
 A configuration fixes the order of a product's additions, so it must not depend on anything but the shape and the
-class of token counts (up to 16, up to 32, up to 64): inside a class results have the same bits.
+class of token counts (up to 16, 32, 64 or 128): inside a class results have the same bits. Of the last class only
+those matrices were entered that are faster so than with cuBLAS.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import json
 from dataclasses import dataclass
 from importlib import resources
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +26,23 @@ class LinearConfig:
     """The next kernel may start before the one ahead has ended (else: only after)"""
 
 
+LARGEST_CLASS: Final = 128
+
+
 def token_class(tokens: int) -> int:
-    """16, 32 or 64: what a number of tokens is padded to."""
-    return 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    """16, 32, 64 or 128: what a number of tokens is padded to."""
+    return next(size for size in (16, 32, 64, LARGEST_CLASS) if tokens <= size)
 
 
 @functools.cache
 def linear_config(rows: int, columns: int, tokens: int, item_bytes: int, large_tiles: bool) -> LinearConfig:
     """For weights [rows, columns] of `item_bytes` each; measured ones need `large_tiles` (227 KiB of shared memory)."""
-    tokens = token_class(tokens)
-    measured = table().get((rows, columns, tokens)) if large_tiles and item_bytes == 2 else None
-    return measured or _rule(rows, columns, tokens, item_bytes)
+    measured = measured_config(rows, columns, tokens, item_bytes, large_tiles)
+    return measured or _rule(rows, columns, token_class(tokens), item_bytes)
+
+
+def measured_config(rows: int, columns: int, tokens: int, item_bytes: int, large_tiles: bool) -> LinearConfig | None:
+    return table().get((rows, columns, token_class(tokens))) if large_tiles and item_bytes == 2 else None
 
 
 def _rule(rows: int, columns: int, tokens: int, item_bytes: int) -> LinearConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ pytest.importorskip("triton")
 from gpu_batches import Shape, make_batch, make_program, normal
 
 from sol.ops import Dense, KVCache, Linear, Norm, RaggedBatch, Rope, run
-from sol.ops.gpu import elementwise
-from sol.ops.gpu.attention import AttentionConfig, AttentionInputs, attend
+from sol.ops.gpu import attention, elementwise
+from sol.ops.gpu import linear as tuned
+from sol.ops.gpu.attention import AttentionConfig, AttentionInputs, ManyConfig, attend
 from sol.ops.gpu.chunks import num_chunks
 from sol.ops.gpu.launch import Counters
 from sol.ops.gpu.linear import linear, linear_residual
 from sol.ops.gpu.ops import GpuOps, _on_device
-from sol.ops.gpu.tuning import LinearConfig, linear_config
+from sol.ops.gpu.tuning import LinearConfig, linear_config, token_class
 from sol.ops.program import AttentionInput, MlpInput, PagedAttention, ProjectResidual
 from sol.ops.reference import ReferenceOps
 
@@ -114,8 +116,42 @@ def check_attention(
     close(ops.paged_attention(q, op, ops.prepare(program, batch, cache)), expected)
 
 
+@pytest.mark.parametrize("processors", [1, 9, 20])
+def test_chunks_on_any_number_of_programs(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has all of a context's chunks, some of them, one or none."""
+    monkeypatch.setattr(attention, "num_processors", lambda device: processors)
+    check_attention(Shape(heads=2, kv_heads=1, size=16), [1, 3], [900, 4400], window=None)
+    check_attention(Shape(heads=2, kv_heads=1, size=16), [1, 3], [900, 1400], window=600)
+
+
+@pytest.mark.parametrize("processors", [1, 999])
+def test_prompts_in_tiles_of_two_sizes(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "num_processors", lambda device: processors)
+    few = AttentionConfig(few_block_n=16, many=ManyConfig(16, 16, 4, 2), large=ManyConfig(64, 32, 4, 2))
+    monkeypatch.setattr(attention, "SMALL_TILES", few)
+    sizes = []
+    kernel = attention.attend_many_kernel
+    monkeypatch.setattr(attention, "attend_many_kernel", Recorder(kernel, sizes))
+    check_attention(SHAPES["three to a head"], [20, 45], [33, 45])
+    assert sizes == [64 if processors == 1 else 16]
+
+
+class Recorder:
+    """A kernel that notes the query rows of its tiles."""
+
+    def __init__(self, kernel: Any, sizes: list[int]) -> None:
+        self._kernel, self._sizes = kernel, sizes
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            self._sizes.append(options["BLOCK_M"])
+            self._kernel[grid](*args, **options)
+
+        return launch
+
+
 @pytest.mark.parametrize("length", [255, 256, 257, 700])
-def test_a_verified_token_is_a_decoded_one(length: int) -> None:
+def test_a_verified_token_is_a_decoded_one(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of six tokens alone, and on few programs. (Their bits are compared on a GPU, by benchmarks/gpu.py: a CPU's
     matrix product, which the interpreter uses, depends on where in a tile a row stands.)"""
     shape = SHAPES["grouped"]
@@ -123,18 +159,19 @@ def test_a_verified_token_is_a_decoded_one(length: int) -> None:
     q = normal(7, shape.heads, shape.size, seed=4)
     keys, values = cache.layer(0)
 
-    def attention(q: torch.Tensor, batch: RaggedBatch, few: int, programs: int) -> torch.Tensor:
+    def compute(q: torch.Tensor, batch: RaggedBatch, few: int, processors: int) -> torch.Tensor:
+        monkeypatch.setattr(attention, "num_processors", lambda device: processors)
         heads = (shape.heads, shape.kv_heads, shape.size)
         counters = Counters(CPU)
         inputs = AttentionInputs(_on_device(batch), *heads, few_tokens=few, many=False, counters=counters)
-        out = attend(q, keys, values, inputs, scale=0.25, config=AttentionConfig(few_programs=programs))
+        out = attend(q, keys, values, inputs, scale=0.25)
         assert not counters.of(1).any()
         return out
 
-    verified = attention(q, batch, 6, 4)
+    verified = compute(q, batch, 6, 132)
     for back in range(6):
         alone = replace(batch, query_lens=[1], seq_lens=[length - back], block_table=batch.block_table[:1])
-        decoded = attention(q[5 - back : 6 - back], alone, 1, 0)
+        decoded = compute(q[5 - back : 6 - back], alone, 1, 1)
         close(decoded[0], verified[5 - back])
 
 
@@ -211,7 +248,7 @@ def test_a_model_whose_projections_begin_the_norms(
     apart = []
     rms_norm = elementwise.rms_norm
     monkeypatch.setattr(elementwise, "rms_norm", lambda x, norm: (apart.append(norm), rms_norm(x, norm))[1])
-    close(run(program, GpuOps(CPU, begin_norms=True), ragged, cache), expected, dtype)
+    close(run(program, GpuOps(CPU), ragged, cache), expected, dtype)
     assert len(apart) == (2 if begins else 5)
 
 
@@ -219,7 +256,7 @@ def test_a_residual_that_was_changed_is_normed_anew() -> None:
     shape = SHAPES["grouped"]
     program = make_program(shape, layers=1)
     batch, cache = make_batch(shape, [2], [2])
-    ops = GpuOps(CPU, begin_norms=True)
+    ops = GpuOps(CPU)
     ops.prepare(program, batch, cache)
     _, _, output, mlp, _ = program.body
     assert isinstance(output, ProjectResidual)
@@ -245,6 +282,32 @@ def test_measured_block_sizes_are_one_for_a_class_of_token_counts() -> None:
     assert [config.block_tokens for config in measured] == [16, 16, 32, 32, 64, 64]
     assert measured[0] is measured[1]
     assert measured[0] != linear_config(4096, 4096, 1, 2, False)
+
+
+@pytest.mark.parametrize(("tokens", "kernels"), [(64, 2), (65, 1), (100, 1), (128, 1), (129, 0)])
+def test_of_more_tokens_only_measured_matrices_are_fused(
+    tokens: int, kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = SHAPES["grouped"]
+    program = make_program(shape, layers=1)
+    measured = replace(SMALL, block_tokens=128, num_stages=2)
+    rows = 2 * shape.intermediate
+    monkeypatch.setattr(
+        tuned, "measured_config", lambda r, c, t, *_: measured if (r, token_class(t)) == (rows, 128) else None
+    )
+    launched = []
+    launch = tuned._launch
+    monkeypatch.setattr(tuned, "_launch", lambda *a, **k: (launched.append(a[3]), launch(*a, **k))[1])
+    ops = GpuOps(CPU)
+    batch, cache = make_batch(shape, [tokens], [tokens])
+    plan = ops.prepare(program, batch, cache)
+    attention_input, _, _, mlp, _ = program.body
+    assert isinstance(attention_input, AttentionInput)
+    assert isinstance(mlp, MlpInput)
+    x = normal(tokens, shape.hidden)
+    close(ops.mlp_input(x, mlp), REFERENCE.mlp_input(x, mlp))
+    ops.attention_input(x, attention_input, plan)
+    assert len(launched) == kernels
 
 
 def test_a_step_without_logits() -> None:
