@@ -107,6 +107,13 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}", param=name)
             if value is not None and value >= 2**63:
                 raise ConfigError(f"{name} must be less than 2**63, not {value}", param=name)
+        options: object = self.speculative_config
+        if options is not None and not isinstance(options, dict):
+            # A string would do here, but not on the way to the engine's process.
+            raise ConfigError(
+                f'speculative_config must be a dictionary, like {{"method": "ngram"}}, not {options!r}',
+                param="speculative_config",
+            )
         self.speculative()
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed must be a whole number, not {self.seed!r}", param="seed")

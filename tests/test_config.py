@@ -29,6 +29,9 @@ from sol.errors import ConfigError
         ("seed", "1", "seed must be a whole number, not '1'"),
         ("seed", 2**63, "seed must be a 64-bit integer, not 9223372036854775808"),
         ("skip_tokenizer_init", 1, "skip_tokenizer_init must be true or false, not 1"),
+        ("speculation", "ngram", "speculation must be one of auto, off, not 'ngram'"),
+        ("speculative_config", '{"method": "ngram"}', "speculative_config must be a dictionary"),
+        ("speculative_config", {"method": "eagle3"}, "'eagle3' is not supported yet"),
         ("enable_prefix_caching", "no", "enable_prefix_caching must be true or false, not 'no'"),
     ],
 )
