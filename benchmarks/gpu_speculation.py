@@ -3,10 +3,10 @@
     python benchmarks/gpu_speculation.py --json benchmarks/results/h200-speculation.json
 
 Random weights in the shape of Llama-3-8B, as in engine_matrix.py, so there is no text to copy. Two drafters stand for
-the two ends: one that knows the answers and is right with a probability (`oracle 0.9`), and the real suffix drafter on
-sampled tokens among which nothing repeats (`suffix`): what it costs to look and find nothing. Ratios are of tokens a
-second while all streams decode. Tokens are compared one by one: steps of at most 16 tokens compute what decoding does,
-bit by bit; larger ones may round near ties the other way, which is counted.
+the two ends: one that knows the answers, is right with a probability and promises one (`oracle 0.9 0.9`; `oracle 0 0.9`
+is a liar), and the real suffix drafter on sampled tokens among which nothing repeats (`suffix`): what it costs to look
+and find nothing. Ratios are of tokens a second while all streams decode. Tokens are compared one by one: steps of at
+most 16 tokens compute what decoding does, bit by bit; larger ones may round near ties the other way, which is counted.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ PROMPT = 128
 
 
 class Oracle:
-    """A drafter that knows what a request will say; each of its tokens is right with a probability."""
+    """A drafter that knows what a request will say; each of its tokens is right with a probability. `promised` is the
+    one it says."""
 
     name = "suffix"
 
-    def __init__(self, answers: Mapping[str, Sequence[int]], right: float, vocab_size: int) -> None:
-        self._answers, self._right, self._vocab_size = answers, right, vocab_size
+    def __init__(self, answers: Mapping[str, list[int]], right: float, promised: float, vocab_size: int) -> None:
+        self._answers, self._right, self._promised, self._vocab_size = answers, right, promised, vocab_size
         self._random = random.Random(0)
 
     def propose(self, rows: Sequence[ProposalRow]) -> list[Proposal]:
@@ -51,13 +52,15 @@ class Oracle:
         """It knows everything again next time."""
 
     def _one(self, row: ProposalRow) -> Proposal:
-        start = len(row.sampling.output_token_ids)
-        answer = self._answers[row.request_id][start : start + row.max_tokens]
+        said, known = row.sampling.output_token_ids, self._answers[row.request_id]
+        if list(said) != known[: len(said)]:  # a near tie went the other way
+            return Proposal(token_ids=[])
+        answer = known[len(said) : len(said) + row.max_tokens]
         token_ids = [
             token if self._random.random() < self._right else self._random.randrange(self._vocab_size)
             for token in answer
         ]
-        return Proposal(token_ids=token_ids, scores=[max(0.01, self._right)] * len(token_ids))
+        return Proposal(token_ids=token_ids, scores=[self._promised] * len(token_ids))
 
 
 def run(core: EngineCore, streams: int, tokens: int, temperature: float) -> tuple[float, dict[str, list[int]]]:
@@ -94,7 +97,8 @@ def compare(plain: EngineCore, core: EngineCore, drafter: str, streams: int, tok
     kept = runner._drafters
     if drafter.startswith("oracle"):
         vocab_size = core.info.vocab_size
-        runner._drafters = Drafters([Oracle(answers, float(drafter.split()[1]), vocab_size)], vocab_size=vocab_size)
+        right, promised = map(float, drafter.split()[1:])
+        runner._drafters = Drafters([Oracle(answers, right, promised, vocab_size)], vocab_size=vocab_size)
     run(core, streams, tokens, temperature)
     ratios, rates, differing = [], [], 0
     for _ in range(pairs):
@@ -122,7 +126,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--drafters", nargs="+", default=["suffix", "oracle 0.9", "oracle 0.6", "oracle 0"])
+    parser.add_argument("--drafters", nargs="+", default=["suffix", "oracle 0.9 0.9", "oracle 0.6 0.6", "oracle 0 0.9"])
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     common: dict[str, Any] = {

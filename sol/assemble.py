@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 
+from sol.assemble_drafters import DraftersPlan, model_proposers, plan_drafters
 from sol.config import EngineConfig, SchedulerConfig
 from sol.engine.core import EngineCore
 from sol.engine.scheduler import Scheduler
@@ -60,6 +61,8 @@ logger = logging.getLogger(__name__)
 
 _MIN_DRAFTS: Final = 64
 """Drafts that a step can verify, however few requests there may be"""
+_INVARIANT_ON_GPU: Final = 16
+"""Tokens of a step up to which all projections reduce in one order (docs/kernels.md)"""
 _MEASURING_SECONDS: Final = 1.0
 """For steps that are measured at start-up"""
 
@@ -84,7 +87,12 @@ class EnginePlan:
     max_num_logits_rows: int
     """Most rows of logits in a step: of requests that are sampled, and of drafts."""
     speculative: SpeculativeConfig
+    drafters: DraftersPlan
+    """Those that compute a model"""
+    converts_weights: bool
+    """Matrices are stored in `dtype`, not as their checkpoint has them."""
     memory: MemoryPlan
+    """Drafters included"""
 
 
 def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
@@ -130,14 +138,28 @@ def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
         weights = packed_nbytes(kernels.native, kernels.isa, shapes, checkpoint, matrix_dtype)
         workspace = cpu_kernels.workspace_bytes(model, max_num_batched_tokens, max_num_logits_rows)
         kv_per_token = kernels.kv_bytes_per_token(model, config.block_size)
+    max_num_prefill_tokens = config.max_num_prefill_tokens or (128 if on_cpu else 2048)
+    drafters = plan_drafters(
+        config,
+        speculative,
+        files,
+        model,
+        device,
+        kernels=kernels,
+        dtype=dtype,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_prefill_tokens=max_num_prefill_tokens,
+        progress=progress,
+    )
     memory = plan_memory(
         config,
         model,
         device,
         memory=device_memory(device),
-        weights=weights,
-        workspace=workspace,
-        kv_per_token=kv_per_token,
+        weights=weights + drafters.weights,
+        workspace=workspace + drafters.workspace,
+        kv_per_token=kv_per_token + drafters.kv_per_token,
         max_num_seqs=max_num_seqs,
     )
     return EnginePlan(
@@ -150,9 +172,11 @@ def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
         threads=num_threads(),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_num_prefill_tokens=config.max_num_prefill_tokens or (128 if on_cpu else 2048),
+        max_num_prefill_tokens=max_num_prefill_tokens,
         max_num_logits_rows=max_num_logits_rows,
         speculative=speculative,
+        drafters=drafters,
+        converts_weights=config.dtype != "auto",
         memory=memory,
     )
 
@@ -173,7 +197,9 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
         runner, memory, weight_bytes = _build_gpu_runner(config, settled, drafters, progress=progress)
     else:
         executor, weight_bytes = _build_executor(config, settled, progress=progress)
-        drafters = _drafters(settled, lookup_proposers(speculative))
+        computing, drafter_bytes = model_proposers(settled, executor, progress=progress)
+        weight_bytes += drafter_bytes
+        drafters = _drafters(settled, [*lookup_proposers(speculative), *computing])
         runner = ModelRunner(
             executor,
             block_size=config.block_size,
@@ -203,6 +229,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
             num_blocks=memory.num_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
             max_num_logits_rows=settled.max_num_logits_rows,
+            num_invariant_tokens=_INVARIANT_ON_GPU if device.type == "cuda" else None,
         ),
         speculation,
     )

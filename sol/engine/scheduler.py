@@ -153,10 +153,8 @@ class Scheduler:
             return None
         self._removed, self._preempted = [], set()
         if self._speculation:
-            most = self.config.max_num_logits_rows or budget.tokens
-            num_rows = sum(row.sampled for row in step.rows)
             self._speculation.extend(
-                plan, step, max_tokens=budget.tokens, max_rows=most - num_rows, reserve=self._reserver()
+                plan, step, max_tokens=self._most_drafts(plan, step, budget), reserve=self._reserver()
             )
         return plan
 
@@ -199,6 +197,17 @@ class Scheduler:
             return set()
         held = {request.request_id for request in pending if request.num_verifying or request.awaits_drafts}
         return held | self._speculation.waiting_for_result(pending)
+
+    def _most_drafts(self, plan: SchedulerOutput, step: PlannedStep, budget: _Budget) -> int:
+        """How many the step has room for."""
+        config, most = self.config, budget.tokens
+        if config.max_num_logits_rows is not None:
+            most = min(most, config.max_num_logits_rows - sum(row.sampled for row in step.rows))
+        if config.num_invariant_tokens is not None:
+            left = config.num_invariant_tokens - sum(plan.num_scheduled_tokens.values())
+            # Larger steps round differently among themselves; there is nothing to keep.
+            most = min(most, left) if left >= 0 else most
+        return max(0, most)
 
     def _reserver(self) -> Callable[[PlannedRow, int], int]:
         """Gives a row of the plan just made more blocks, but for the ones that running requests may soon need."""

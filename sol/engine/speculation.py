@@ -120,13 +120,8 @@ class Speculation:
         )
         return {candidate.request_id for candidate, count in zip(candidates, counts, strict=True) if count}
 
-    def extend(
-        self, plan: SchedulerOutput, step: PlannedStep, *, max_tokens: int, max_rows: int, reserve: Reserve
-    ) -> None:
-        """Add drafts to a plan that is complete but for them, and say who is to draft afterwards.
-
-        `max_tokens` and `max_rows`: tokens and rows of logits that the step can still take.
-        """
+    def extend(self, plan: SchedulerOutput, step: PlannedStep, *, max_tokens: int, reserve: Reserve) -> None:
+        """Add at most `max_tokens` drafts to a plan that is complete but for them, and say who drafts afterwards."""
         rows = step.rows
         sampled = [row for row in rows if row.sampled]
         shape = StepShape(
@@ -135,7 +130,7 @@ class Speculation:
             num_logits_rows=len(sampled),
             num_context_tokens=sum(row.request.num_computed_tokens for row in rows),
         )
-        self._add_drafts(plan, rows, shape, max(0, min(max_tokens, max_rows)), reserve)
+        self._add_drafts(plan, rows, shape, max_tokens, reserve)
         step.shape = shape
         self._add_proposals(plan, sampled, shape, reserve)
 

@@ -497,3 +497,22 @@ def test_a_failed_row_that_was_preempted_meanwhile_leaves_nothing_to_be_found() 
     driver.add("again", [*text, 1], max_tokens=1)
     driver.step()
     assert driver.outputs["again"].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("requests", "drafts"), [(1, 7), (3, 5), (8, 0), (9, 32)])
+def test_drafts_do_not_lift_a_step_out_of_those_that_compute_every_token_as_if_it_were_alone(
+    requests: int, drafts: int
+) -> None:
+    config = make_config(num_invariant_tokens=8, max_num_seqs=16, num_blocks=128)
+    scheduler = Scheduler(config, Speculation(FixedController(["suffix"], 8), num_speculative_tokens=8))
+    names = [f"r{i}" for i in range(requests)]
+    for i, name in enumerate(names):
+        scheduler.add(make_request(name, prompt(2, start=i), max_tokens=30))
+    scheduler.schedule()
+    first = StepOutput(sampled_token_ids={name: [5] for name in names}, logprobs={})
+    first.drafts = {name: Draft(drafter="suffix", token_ids=[1] * 8, scores=None) for name in names}
+    scheduler.update_from_output(first)
+    plan = scheduler.schedule()
+    assert plan is not None
+    planned = sum(map(len, plan.draft_token_ids.values()))
+    assert planned == drafts if requests <= 8 else planned >= drafts
