@@ -72,6 +72,17 @@ class Chain:
         return probs
 
 
+class Fixed(Chain):
+    """The same probabilities after every prefix."""
+
+    def __init__(self, probs: Sequence[float]) -> None:
+        super().__init__(len(probs), seed=0)
+        self._logits = torch.tensor(probs, dtype=torch.float64).log()
+
+    def logits(self, prefix: Sequence[int]) -> torch.Tensor:
+        return self._logits
+
+
 def joint(model: Model, length: int, start: Law | None = None) -> Law:
     """Every sequence of `length` tokens with its probability, continuing what `start` has of shorter ones."""
     law: Law = defaultdict(float)
