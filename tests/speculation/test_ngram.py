@@ -74,6 +74,13 @@ def test_scores_grow_with_the_match_and_with_success() -> None:
     assert copied[20].token_ids == words[31:39]
 
 
+def test_a_match_that_goes_on_grows_beyond_the_longest_n_gram() -> None:
+    words = list(range(100, 140))
+    proposal = propose_one(NgramProposer(), lookup_row([*words, *words[:12]], [words[12]]))
+    assert proposal.scores is not None
+    assert proposal.scores[0] > 0.8  # of a match of 13 tokens; one of 5 is worth 0.6
+
+
 def test_nothing_is_drafted_behind_the_end_of_the_request() -> None:
     turn = [5, 6, 7, 8, 9, 2, 3, 4]
     row = lookup_row([*turn, 5, 6, 7, 8, 9], eos=[2])

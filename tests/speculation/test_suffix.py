@@ -98,6 +98,27 @@ def test_the_same_lists_with_fewer_tokens_begin_anew() -> None:
     assert propose_one(proposer, row).token_ids == [4, 1, 2]
 
 
+def test_one_other_token_in_a_prompt_of_the_same_length_makes_another_request() -> None:
+    proposer = SuffixProposer()
+    propose_one(proposer, lookup_row([1, 2, 3, 4, 5, 6, 1, 2], [3]))
+    assert propose_one(proposer, lookup_row([1, 2, 3, 9, 5, 6, 1, 2], [3])).token_ids == [9, 5, 6]
+
+
+def test_the_same_list_with_another_last_token_begins_anew() -> None:
+    proposer = SuffixProposer()
+    row = lookup_row([1, 2, 3, 4, 7, 8, 9, 5], [1, 2])
+    output = row.sampling.output_token_ids
+    assert isinstance(output, list)
+    assert propose_one(proposer, row).token_ids == [3, 4]
+    output[:] = [7, 8]
+    assert propose_one(proposer, row).token_ids == [9, 5]
+
+
+def test_matches_that_disagreed_with_a_draft_do_not_vote_on_the_next() -> None:
+    prompt = [1, 2, 5, 6, 20, 1, 2, 5, 10, 21, 1, 2, 7, 9, 22, 1, 2, 8, 9, 23, 1, 2]
+    assert propose_one(SuffixProposer(min_token_prob=0.0), lookup_row(prompt)).token_ids == [5, 10]
+
+
 @pytest.mark.parametrize("period", [1, 2, 5])
 def test_a_loop_is_continued_beyond_the_end_of_the_text(period: int) -> None:
     loop = list(range(period)) * 25
