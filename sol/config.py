@@ -162,8 +162,8 @@ class SchedulerConfig:
     """Most rows of logits in a step: one for each request that is sampled, and one for each draft. None: no bound of
     its own."""
     num_invariant_tokens: int | None = None
-    """Steps of at most so many tokens compute each of them bit by bit as if it were alone, and drafts do not lift a step
-    out of these. None: all steps do."""
+    """Steps of at most so many tokens compute each of them bit by bit as if it were alone, and drafts do not lift a
+    step out of these. None: all steps do."""
 
 
 def literal_choices(hint: Any) -> tuple[str, ...]:
