@@ -64,14 +64,14 @@ class CpuExecutor:
         self._keep: list[Any] = []
         num_layers = sum(isinstance(op, PagedAttention) for op in program.body)
         block = native.kv_block_nbytes(isa, kv_cache.dtype, program.num_kv_heads, program.head_dim, kv_cache.block_size)
+        self.kv_cache_spec: KVCacheSpec = kv_cache
+        self.num_threads: int = num_threads
         nbytes = num_layers * kv_cache.num_blocks * block
         if cache_of is None:
             self.kv_cache = _aligned(nbytes)
         else:
             assert kv_cache == cache_of.kv_cache_spec, "the same blocks of the same tokens"
             self.kv_cache = cache_of.kv_cache[:nbytes]  # layers come one after the other
-        self.kv_cache_spec = kv_cache
-        self.num_threads = num_threads
         embedding, head = program.embedding, program.head
         first = next(op for op in program.body if isinstance(op, AttentionInput))
         mlp = next(op for op in program.body if isinstance(op, MlpInput))

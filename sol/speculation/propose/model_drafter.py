@@ -17,6 +17,7 @@ from sol.ops.program import Executor
 from sol.sampling.drafting import draft_coupled, draft_independent
 from sol.sampling.processing import SamplingRow, adjust, continued
 from sol.sampling.sampler import likeliest
+from sol.sampling_params import SamplingParams
 from sol.speculation.config import DraftSampleMethod
 from sol.speculation.propose.model_batch import Span, ragged_batch
 from sol.speculation.propose.model_blocks import Ints
@@ -112,6 +113,31 @@ class ModelDrafter(ABC):
             if candidate.drafts:
                 proposals[candidate.index] = candidate.proposal
         return proposals
+
+    @torch.inference_mode()
+    def run_worst_case(self, num_requests: int, num_blocks: int) -> None:
+        """The largest forward pass there can be, and drafts for so many requests that sample, before anybody waits: it
+        must fit, and first calls are slow. Nothing it writes is believed later. Raises `FloatingPointError`."""
+        capacity = min(num_blocks * self._block_size, self._max_positions)
+        first = min(self._max_num_tokens - num_requests + 1, capacity)
+        block_ids = np.arange(num_blocks, dtype=np.int64)
+        sampling = SamplingRow(SamplingParams(), 0, 0, [0], [], [])
+        spans = [
+            Span(block_ids, 0, np.zeros(first if index == 0 else 1, dtype=np.int64), wants_logits=True)
+            for index in range(num_requests)
+        ]
+        logits = self._executor.forward(ragged_batch(spans, self._block_size, self._device))
+        rows = [
+            ProposalRow(request_id="", sampling=sampling, max_tokens=1, block_ids=span.block_ids, num_computed_tokens=0)
+            for span in spans
+        ]
+        self._draft(logits, [Candidate(i, row, 1, 0, spans[i].token_ids) for i, row in enumerate(rows)])
+
+    def trim(self) -> None:
+        """Give back what only large passes need, until the next one."""
+        trim = getattr(self._executor, "trim", None)
+        if trim is not None:
+            trim()
 
     @abstractmethod
     def _candidate(self, index: int, row: ProposalRow, limit: int) -> Candidate | None:
