@@ -37,6 +37,7 @@ class SpeculativeConfig:
     controller: Controller = "goodput"
     """`fixed` drafts as much as it can at every step, whatever it costs."""
     prompt_lookup_min: int = 2
+    """If one of the two is given alone, the other is the same, as in vLLM."""
     prompt_lookup_max: int = 5
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 0
@@ -61,7 +62,7 @@ _INTS: Final = {
     "num_speculative_tokens": (1, 64),
     "prompt_lookup_min": (1, 64),
     "prompt_lookup_max": (1, 64),
-    "suffix_decoding_max_tree_depth": (1, 256),
+    "suffix_decoding_max_tree_depth": (2, 256),
     "suffix_decoding_max_cached_requests": (0, 1_000_000),
     "num_exit_layers": (1, 10_000),
 }
@@ -139,6 +140,9 @@ def _settle(given: dict[str, Any]) -> SpeculativeConfig:
     values: dict[str, Any] = {}
     for name, value in given.items():
         values[name] = _checked(name, _RENAMED_VALUES.get((name, value), value) if isinstance(value, str) else value)
+    for one, other in (("prompt_lookup_min", "prompt_lookup_max"), ("prompt_lookup_max", "prompt_lookup_min")):
+        if one in values:  # as vLLM does
+            values.setdefault(other, values[one])
     drafters = _drafters(method, values)
     if _NEEDS_MODEL in drafters and "model" not in values:
         raise ConfigError(
