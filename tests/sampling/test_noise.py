@@ -19,6 +19,8 @@ SPLITMIX_FROM_1234567 = [
 ]
 """The published check values of SplitMix64."""
 
+KEY_OF_3_1_9 = 0xF94B2A50B52370E5
+
 
 def test_the_bits_are_splitmix64() -> None:
     bits = noise._bits(1234567, torch.arange(5)).tolist()
@@ -72,3 +74,47 @@ def test_neighbouring_streams_are_uncorrelated() -> None:
     for other in ((2, 0, 0), (1, 1, 0), (1, 0, 1)):
         pair = torch.stack([base, noise.gumbel(noise.stream_key(*other), ids)])
         assert abs(float(torch.corrcoef(pair)[0, 1])) < 5 / math.sqrt(ids.numel())
+
+
+def test_keys_of_all_purposes_are_distinct_and_the_target_s_own_are_as_before() -> None:
+    own = {noise.stream_key(seed, choice, t) for seed in (0, 7) for choice in range(4) for t in range(100)}
+    others = {
+        noise.slot_key(seed, choice, start, slot, purpose)
+        for seed in (0, 7)
+        for choice in range(4)
+        for start in range(50)
+        for slot in range(10)
+        for purpose in noise.Purpose
+    }
+    assert len(others) == 2 * 4 * 50 * 10 * 3
+    assert not own & others
+    # A seeded request's text is a promise: it is the same in the next release.
+    assert noise.stream_key(3, 1, 9) == KEY_OF_3_1_9
+
+
+def test_uniform_numbers_are_uniform_and_independent_of_each_other() -> None:
+    others = {
+        "slot": (0, 0, 1, noise.Purpose.ACCEPT),
+        "start": (0, 1, 0, noise.Purpose.ACCEPT),
+        "purpose": (0, 0, 0, noise.Purpose.RECOVER),
+        "choice": (1, 0, 0, noise.Purpose.ACCEPT),
+    }
+    draws = 8000
+
+    def numbers(choice: int, start: int, slot: int, purpose: noise.Purpose) -> torch.Tensor:
+        found = [noise.uniform(noise.slot_key(seed, choice, start, slot, purpose)) for seed in range(draws)]
+        return torch.tensor(found, dtype=torch.float64)
+
+    base = numbers(0, 0, 0, noise.Purpose.ACCEPT)
+    assert 0.0 <= float(base.min()) < float(base.max()) < 1.0
+    for what, key in others.items():
+        both = (base * 8).long() * 8 + (numbers(*key) * 8).long()
+        counts = torch.bincount(both, minlength=64).double()
+        expected = draws / 64
+        assert float(((counts - expected) ** 2 / expected).sum()) < chi_square_limit(63), what
+
+
+def test_the_extremes_of_the_bits_give_numbers_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bits, wanted in ((0, 0.0), (2**64 - 1, 1 - 2.0**-53)):
+        monkeypatch.setattr(noise, "_mix", lambda value, bits=bits: bits)
+        assert noise.uniform(0) == wanted
