@@ -1,7 +1,8 @@
 """How a drafter that computes logits picks its drafts, with the parameters of the request it drafts for.
 
-The first way goes with coupled verification, whose text it cannot change. The second goes with rejection and block
-verification, which keep the target's law only if a draft's noise is not what the target's tokens are sampled with.
+Coupled drafts go with coupled verification, whose text they cannot change. Independent ones go with rejection and block
+verification, which know by their distribution how often to keep them. With those two, whether a sampled draft of either
+kind is verified must not depend on which token it is, nor on its probability: only on those before it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ def draft_coupled(logits: torch.Tensor, row: SamplingRow, drafts: Sequence[int])
 def draft_independent(logits: torch.Tensor, row: SamplingRow, drafts: Sequence[int]) -> tuple[int, torch.Tensor | None]:
     """The drafter's logits [V] after `drafts` → the next one and q [V] float32, which it was sampled from.
 
-    q is None for greedy requests: the draft is the likeliest token. Whether the draft is then given to the target must
-    not depend on which token it is, nor on its probability: only on those before it.
+    q is None for greedy requests: the draft is the likeliest token.
     """
     if row.params.greedy:
         return draft_coupled(logits, row, drafts), None

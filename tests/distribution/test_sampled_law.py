@@ -9,7 +9,9 @@ from exact_law import Chain, Fixed, joint, make_row
 from monte_carlo import Drafting, departure, generate, looked_up, make_rows, sampled_by
 
 from sol.sampling import sampler
+from sol.sampling.drafting import draft_coupled
 from sol.sampling.noise import Purpose, slot_key, stream_key
+from sol.sampling.processing import SamplingRow
 from sol.speculation.config import VerifyMethod
 from sol.speculation.verify import verifier
 
@@ -91,6 +93,18 @@ def test_mutant_a_draft_s_noise_reused_after_its_rejection(
     assert not departs(target, draft, method, length=2, k=1, draws=2500)
     monkeypatch.setattr(verifier, "slot_key", shared)
     assert departs(target, draft, method, length=2, k=1, draws=2500)
+
+
+@pytest.mark.parametrize("mutated", [False, True])
+def test_mutant_drafts_of_the_target_s_own_noise_dropped_after_seeing_them(method: VerifyMethod, mutated: bool) -> None:
+    """Any method may verify such drafts. But the noise of one that is dropped samples the token in its place."""
+    target = Fixed([0.6, 0.3, 0.1])
+
+    def draft(row: SamplingRow, count: int) -> tuple[list[int], None]:
+        token = draft_coupled(target.logits([]).float(), row, [])
+        return [token] if count and (not mutated or token == 0) else [], None
+
+    assert departs(target, draft, method, length=2, k=1) is mutated
 
 
 @pytest.mark.parametrize("mutated", [False, True])
