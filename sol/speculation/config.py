@@ -33,7 +33,8 @@ class SpeculativeConfig:
     """The most drafts that a step verifies for a request"""
     verify_method: VerifyMethod = "coupled"
     draft_sample_method: DraftSampleMethod = "coupled"
-    """How a model drafter picks tokens for a request that samples; `independent` goes with rejection and block."""
+    """How a model drafter picks tokens for a request that samples: `coupled` goes with coupled verification only, and is
+    usual there; `independent` with rejection and block, and is usual there; `greedy` with all."""
     controller: Controller = "goodput"
     """`fixed` drafts as much as it can at every step, whatever it costs."""
     prompt_lookup_min: int = 2
@@ -155,6 +156,8 @@ def _settle(given: dict[str, Any]) -> SpeculativeConfig:
             f"a speculative model is given, but speculative_config.method is {method!r}, which has no use for it",
             param="speculative_config",
         )
+    if values.get("verify_method", "coupled") != "coupled":
+        values.setdefault("draft_sample_method", "independent")
     settled = SpeculativeConfig(drafters=drafters, **values)
     if settled.prompt_lookup_min > settled.prompt_lookup_max:
         raise _wrong("prompt_lookup_min", f"at most prompt_lookup_max ({settled.prompt_lookup_max})")
@@ -162,6 +165,14 @@ def _settle(given: dict[str, Any]) -> SpeculativeConfig:
         raise ConfigError(
             'draft_sample_method is "independent", but coupled verification accepts only the token the target samples '
             'with its own noise: use "coupled" or "greedy", or verify_method "rejection" or "block"',
+            param="speculative_config",
+        )
+    if settled.draft_sample_method == "coupled" and settled.verify_method != "coupled":
+        # How many drafts are verified may depend on what they are. Where none is, the target samples with the noise that
+        # the drafts came from: it would say more often what drafts with little hope look like.
+        raise ConfigError(
+            f'draft_sample_method is "coupled", but verify_method "{settled.verify_method}" keeps the target\'s law only '
+            'if drafts do not share its noise: use "independent" or "greedy", or verify_method "coupled"',
             param="speculative_config",
         )
     return settled

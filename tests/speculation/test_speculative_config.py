@@ -74,6 +74,7 @@ def test_keys_of_vllm() -> None:
         ({"prompt_lookup_min": 6, "prompt_lookup_max": 3}, "prompt_lookup_min must be at most prompt_lookup_max"),
         ({"verify_method": "typical"}, "verify_method must be coupled, rejection, block, not 'typical'"),
         ({"draft_sample_method": "independent"}, "coupled verification accepts only the token the target samples"),
+        ({"draft_sample_method": "coupled", "verify_method": "block"}, "only if drafts do not share its noise"),
         ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size must be 1"),
         ({"controller": "always"}, "controller must be goodput, fixed"),
     ],
@@ -82,6 +83,14 @@ def test_what_cannot_be_is_named(options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         settle(options)
     assert caught.value.param == "speculative_config"
+
+
+@pytest.mark.parametrize("method", ["rejection", "block"])
+def test_drafts_do_not_share_the_noise_of_a_target_that_is_kept_in_law_only(method: str) -> None:
+    assert settle({"method": "early_exit", "verify_method": method}).draft_sample_method == "independent"
+    assert settle({"method": "early_exit"}).draft_sample_method == "coupled"
+    greedy = settle({"method": "early_exit", "verify_method": method, "draft_sample_method": "greedy"})
+    assert greedy.draft_sample_method == "greedy"
 
 
 def test_two_places_that_disagree() -> None:
