@@ -388,12 +388,12 @@ class Scheduler:
         if self._speculation:
             self._speculation.count(row, num_accepted)
         output = self._output(request, kept, logprobs, reason, origins=origins(row, len(kept), num_accepted))
+        if self._cache:  # accepted drafts may have filled blocks, those of a request that ends as well
+            self._cache.publish(request)
         if reason is not None:
             self._leave(request)
         else:
             request.draft = result.drafts.get(request.request_id)
-            if self._cache:
-                self._cache.publish(request)
         return output
 
     def _output(
