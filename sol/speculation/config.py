@@ -33,8 +33,8 @@ class SpeculativeConfig:
     """The most drafts that a step verifies for a request"""
     verify_method: VerifyMethod = "coupled"
     draft_sample_method: DraftSampleMethod = "coupled"
-    """How a model drafter picks tokens for a request that samples: `coupled` goes with coupled verification only, and is
-    usual there; `independent` with rejection and block, and is usual there; `greedy` with all."""
+    """How a model drafter picks tokens for a request that samples: `coupled` goes with coupled verification alone,
+    `independent` with rejection and block (each the default there), `greedy` with all three."""
     controller: Controller = "goodput"
     """`fixed` drafts as much as it can at every step, whatever it costs."""
     prompt_lookup_min: int = 2
@@ -168,11 +168,11 @@ def _settle(given: dict[str, Any]) -> SpeculativeConfig:
             param="speculative_config",
         )
     if settled.draft_sample_method == "coupled" and settled.verify_method != "coupled":
-        # How many drafts are verified may depend on what they are. Where none is, the target samples with the noise that
-        # the drafts came from: it would say more often what drafts with little hope look like.
+        # How many drafts are verified may depend on what they are. Where none is, the target samples with the noise
+        # that the drafts came from: it would say more often what drafts with little hope look like.
         raise ConfigError(
-            f'draft_sample_method is "coupled", but verify_method "{settled.verify_method}" keeps the target\'s law only '
-            'if drafts do not share its noise: use "independent" or "greedy", or verify_method "coupled"',
+            f'draft_sample_method is "coupled", but verify_method "{settled.verify_method}" keeps the target\'s law '
+            'only if drafts do not share its noise: use "independent" or "greedy", or verify_method "coupled"',
             param="speculative_config",
         )
     return settled
