@@ -12,6 +12,7 @@ is bounded as well: where a try is cheap compared with a step, it is made at eve
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -32,7 +33,7 @@ _PROBE_SHARE: Final = 0.006
 """Of the time that passes: what may go to proposals that are not expected to pay"""
 _MOST_CREDIT: Final = 1.0
 """Steps' time that the budget of probes saves up at most"""
-_FIRST_CREDIT: Final = 0.25
+_FIRST_CREDIT: Final = 1.0
 _PROBE_TOKENS: Final = 3
 _REQUEST_PROBE_SHARE: Final = 0.002
 _LONGEST_WAIT: Final = 64
@@ -42,11 +43,14 @@ _HORIZON: Final = 32
 """Proposals over which what a drafter has to read first (a prompt) is spread"""
 _FRESH_TOKENS: Final = 4
 """What a request gains between two proposals, at a guess: that much is read anew for each"""
-_GAIN_RATE: Final = 0.1
+_GAIN_RATE: Final = 0.06
 _MEAN_GAIN_RATE: Final = 0.02
+_MEAN_PRIOR: Final = 8.0
+"""As if so many proposals had gained nothing"""
 _FIRST_PROPOSALS: Final = 16
 _PRIOR_PROPOSALS: Final = 2.0
-_MOST_PROPOSALS: Final = 40.0
+_CAUTION: Final = 0.5
+"""Standard errors that a gain is taken to be smaller than it was seen to be"""
 _LEAST_TRUST: Final = 0.05
 _FIRST_RETRY, _LAST_RETRY = 16, 1024
 """Steps for which a drafter that failed is left out, doubling from one failure to the next"""
@@ -77,7 +81,8 @@ class Asking:
         """[drafter, slot] accepted tokens less what verifying cost in tokens, of a proposal"""
         self._gain_count = np.zeros(shape)
         self._mean_gain = [0.0] * len(drafters)
-        self._mean_count = [0.0] * len(drafters)
+        self._mean_square = [1.0] * len(drafters)
+        self._mean_count = [_MEAN_PRIOR] * len(drafters)
         self._read = np.zeros(shape, dtype=np.int64)
         """[drafter, slot] tokens of the request that the drafter has seen"""
         self._wait = np.ones(shape, dtype=np.int64)
@@ -148,8 +153,14 @@ class Asking:
         return self._plans_of(slots, lookup, model, num_tokens)
 
     def _gain_of(self, i: int, slots: Ints) -> Floats:
-        own = np.minimum(self._gain_count[i, slots], _MOST_PROPOSALS)
-        result: Floats = (own * self._gain[i, slots] + _PRIOR_PROPOSALS * self._mean_gain[i]) / (own + _PRIOR_PROPOSALS)
+        """Tokens, on the cautious side: gains are many small ones and a few large ones, and who was lucky is not yet
+        who is worth it. Where asking is cheap, caution only turns proposals into probes."""
+        spread = math.sqrt(max(self._mean_square[i] - self._mean_gain[i] ** 2, 0.0))
+        known = min(self._mean_count[i], 1.0 / _MEAN_GAIN_RATE)
+        usual = self._mean_gain[i] - spread / math.sqrt(known)
+        count = np.minimum(self._gain_count[i, slots], 1.0 / _GAIN_RATE)
+        own = count * (self._gain[i, slots] - _CAUTION * spread / np.sqrt(np.maximum(count, 1.0)))
+        result: Floats = (own + _PRIOR_PROPOSALS * usual) / (count + _PRIOR_PROPOSALS)
         return result
 
     def _model_worth(self, i: int, slots: Ints, most: Ints, plain: StepShape, each: Floats) -> tuple[Floats, Ints]:
@@ -275,6 +286,7 @@ class Asking:
                 self._mean_count[i] += len(first)
                 rate = min(1.0, max(len(first) / self._mean_count[i], 1 - (1 - _MEAN_GAIN_RATE) ** len(first)))
                 self._mean_gain[i] += rate * (float(first.mean()) - self._mean_gain[i])
+                self._mean_square[i] += rate * (float((first * first).mean()) - self._mean_square[i])
 
     def observe_drafting(self, i: int, drafting: Drafting) -> None:
         calls = self._calls[i]

@@ -68,7 +68,7 @@ def shapes_to_measure(
             want(requests, tokens, context)
     want(4, 1, 1024)
     for requests in (64, 128, 256, max_num_seqs):
-        for tokens in (1, 3):
+        for tokens in (1, 3, most):
             if tokens <= most:
                 want(requests, tokens, context)
     return list(shapes.values())
@@ -237,27 +237,30 @@ def _place(knots: list[int], tokens: int) -> tuple[int, float]:
 def _fit(measured: Sequence[tuple[StepShape, float]]) -> tuple[Floats, float, float, float]:
     """([tokens] seconds, seconds a request, a row of logits, a token of context) that explain the measured steps.
 
-    Least squares of relative errors under the constraint that nothing is negative, by coordinate descent. The typical
-    curve, brought to the measured scale, takes part with a small weight: it settles what the measurements leave open.
+    Least squares of relative errors under the constraint that nothing is negative, by coordinate descent. Beyond
+    the largest measured step, tokens go on costing what they cost there. Where fewer than two numbers of tokens were
+    measured, the typical curve is taken, brought to their scale.
     """
-    knots = sorted({shape.num_tokens for shape, _ in measured} | {tokens for tokens, _ in _TYPICAL})
-    tokens, seconds_of_tokens = ([float(value) for value in column] for column in zip(*_TYPICAL, strict=True))
-    typical = np.interp([float(s.num_tokens) for s, _ in measured] or [1.0], tokens, seconds_of_tokens)
-    scale = float(np.median(np.array([t for _, t in measured] or [1.0]) / typical))
-    rows = [(s, t, 1.0) for s, t in measured]
-    rows += [
-        (StepShape(num_tokens=n, num_requests=1, num_logits_rows=n, num_context_tokens=0), scale * t, _TYPICAL_WEIGHT)
-        for n, t in _TYPICAL
-    ]
+    rows = [(shape, seconds, 1.0) for shape, seconds in measured]
+    if len({shape.num_tokens for shape, _ in measured}) < 2:
+        tokens, relative = ([float(value) for value in column] for column in zip(*_TYPICAL, strict=True))
+        scale = 1.0
+        if measured:
+            shape, seconds = measured[0]
+            scale = seconds / float(np.interp(shape.num_tokens, tokens, relative))
+        for n, t in _TYPICAL:
+            like = StepShape(num_tokens=n, num_requests=1, num_logits_rows=n, num_context_tokens=0)
+            rows.append((like, scale * t, _TYPICAL_WEIGHT))
+    knots = sorted({shape.num_tokens for shape, _, _ in rows})
     features = np.array(
         [
             [1.0, *_segments(s.num_tokens, knots), s.num_requests, s.num_logits_rows, s.num_context_tokens]
             for s, _, _ in rows
         ]
     )
-    seconds = np.array([t for _, t, _ in rows])
-    weights = np.array([w for _, _, w in rows]) / seconds
-    solution = _nonnegative_least_squares(features * weights[:, None], seconds * weights)
+    wanted = np.array([t for _, t, _ in rows])
+    weights = np.array([w for _, _, w in rows]) / wanted
+    solution = _nonnegative_least_squares(features * weights[:, None], wanted * weights)
     curve = solution[0] + np.concatenate([[0.0], np.cumsum(solution[1 : len(knots)])])
     table = np.interp(np.arange(_TABLE), knots, curve)
     slope = (curve[-1] - curve[-2]) / (knots[-1] - knots[-2])
