@@ -180,6 +180,7 @@ def _same_bits(result: Check, shape: Shape, device: torch.device) -> None:
             alone.append(run(program, ops, single, cache))
         result.same(f"verify = decode[{context}]", torch.cat(alone), together)
         result.same(f"verified cache = decoded cache[{context}]", cache.data, written)
+    _same_attention(result, shape, device)
     for count in (2, 16):
         many = DecodeBatch(shape, count, 300, 1, device)
         cache = KVCache(many.cache)
@@ -195,3 +196,30 @@ def _same_bits(result: Check, shape: Shape, device: torch.device) -> None:
         )
         result.same(f"one of {count} = alone", run(program, ops, first, cache), together[:1])
         result.same(f"the same twice[{count}]", run(program, ops, many.batch, cache), together)
+
+
+def _same_attention(result: Check, shape: Shape, device: torch.device) -> None:
+    """A row's chunks are added up by the program that computed them all, or by the last of several."""
+    program = make_program(replace(shape, layers=1, hidden=64, intermediate=64, vocabulary=64), device)
+    ops, op = GpuOps(device), PagedAttention(layer=0, scale=shape.size**-0.5)
+    lengths = [300, 511, 513] if device.type == "cpu" else [300, 1500, 2049, 4500] * 40
+    batch = ragged(shape, [1] * len(lengths), lengths, device)
+    blocks = sum(-(-n // BLOCK_SIZE) for n in lengths) + 3
+    data = torch.randn(1, 2, blocks, BLOCK_SIZE, shape.kv_heads, shape.size, device=device)
+    cache = KVCache(data.to(program.final_norm.weight.dtype))
+    q = torch.randn(len(lengths), shape.heads, shape.size, device=device).to(cache.data.dtype)
+    together = ops.paged_attention(q, op, ops.prepare(program, batch, cache))
+    for row, length in enumerate(lengths[:4]):
+        part = slice(row, row + 1)
+        single = replace(
+            batch,
+            token_ids=batch.token_ids[part],
+            positions=batch.positions[part],
+            slot_mapping=batch.slot_mapping[part],
+            block_table=batch.block_table[part],
+            query_lens=[1],
+            seq_lens=[length],
+            logits_rows=batch.logits_rows[:1],
+        )
+        alone = ops.paged_attention(q[part], op, ops.prepare(program, single, cache))
+        result.same(f"attention of one of {len(lengths)} = alone[{length}]", alone, together[part])

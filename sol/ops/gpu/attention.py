@@ -104,17 +104,19 @@ def attend(
         tiles = triton.cdiv(few, block_q)
         chunks = num_chunks(batch.max_seq_len)
         slots = tiles * block_q
-        cells = requests * slots * heads * chunks if chunks > 1 else 1  # a row with one chunk needs none
-        partial = torch.empty(cells, size, dtype=torch.float32, device=q.device)
-        lse = torch.empty(cells, dtype=torch.float32, device=q.device)
         rows, processors = requests * tiles * kv_heads, num_processors(q.device)
         deep = 2 * rows <= processors
         shares = max(1, min(chunks, (processors if deep else config.few_programs * processors) // rows))
+        whole = shares == 1
+        # Several shares are taken where rows are few: about 1 MB a chunk at most, for heads of 128.
+        cells = 1 if whole else requests * slots * heads * chunks
+        partial = torch.empty(cells, size, dtype=torch.float32, device=q.device)
+        lse = torch.empty(cells, dtype=torch.float32, device=q.device)
         attend_few_kernel[(requests * tiles, kv_heads, shares)](
             q, keys, values, out, partial, lse, inputs.counters.of(rows),
             batch.block_table, batch.query_start_loc, batch.seq_lens, batch.block_table.stride(0),
             scale, softcap or 0.0, chunks, few, tiles, BLOCK_Q=block_q, BLOCK_M=block_m,
-            BLOCK_N=max(16, config.few_block_n // wide),
+            BLOCK_N=max(16, config.few_block_n // wide), WHOLE=whole,
             num_warps=config.few_warps, num_stages=config.deep_stages if deep else config.few_stages, **common,
         )  # fmt: skip
     if inputs.many:

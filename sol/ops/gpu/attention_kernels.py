@@ -99,6 +99,17 @@ def _attend_block(
     return new_m, total, acc
 
 
+@triton.jit
+def _add_chunk(m, total, acc, lse, result):
+    """Takes one chunk's result [M, BLOCK_D], and the logarithm of its weights' sum [M], into those of the chunks
+    before; where a row has nothing in the chunk, `lse` is -inf."""
+    new_m = tl.maximum(m, lse)
+    base = tl.where(new_m == float("-inf"), 0.0, new_m)
+    weight = tl.exp2(lse - base)
+    decay = tl.exp2(m - base)
+    return new_m, total * decay + weight, acc * decay[:, None] + result * weight[:, None]
+
+
 @triton.jit(do_not_specialize=["max_chunks", "few_tokens", "tiles"])
 def attend_few_kernel(
     q,
@@ -128,9 +139,13 @@ def attend_few_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs: (request · tile of query tokens, key/value head, share of the chunks)."""
+    """Programs: (request · tile of query tokens, key/value head, share of the chunks).
+
+    WHOLE: one share, so a program adds up its chunks itself, by the same operations, and needs no partial results.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     request = tl.program_id(0) // tiles
     first = (tl.program_id(0) % tiles) * BLOCK_Q
@@ -180,6 +195,10 @@ def attend_few_kernel(
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if WHOLE:
+        all_m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        all_total = tl.zeros((BLOCK_M,), tl.float32)
+        all_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     end = tl.minimum(chunk_start(until), last + 1)
     # One loop over all its chunks: the next chunk's keys are on their way while one is finished.
     begin = chunk_start(chunk)
@@ -191,19 +210,26 @@ def attend_few_kernel(
         next_start = chunk_start(chunk + 1)
         if n0 + BLOCK_N >= tl.minimum(next_start, end):
             result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-            # A row with one chunk is done; a row with several leaves their results to the last program.
-            own_first_start = tl.maximum(own_last - WINDOW + 1, 0) if WINDOW > 0 else own_last * 0
-            alone = (own_first_start >= chunk_start(chunk)) & (own_last < next_start)
-            to = out + row[:, None] * SIZE + d[None, :]
-            tl.store(to, result.to(out.dtype.element_ty), mask=mask & alone[:, None])
-            several = valid & (alone == 0)
-            tl.store(partial + (cell + chunk)[:, None] * SIZE + d[None, :], result, mask=mask & several[:, None])
             lse = tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
-            tl.store(partial_lse + cell + chunk, lse, mask=several)
+            if WHOLE:
+                all_m, all_total, all_acc = _add_chunk(all_m, all_total, all_acc, lse, result)
+            else:
+                # A row with one chunk is done; a row with several leaves their results to the last program.
+                own_first_start = tl.maximum(own_last - WINDOW + 1, 0) if WINDOW > 0 else own_last * 0
+                alone = (own_first_start >= chunk_start(chunk)) & (own_last < next_start)
+                to = out + row[:, None] * SIZE + d[None, :]
+                tl.store(to, result.to(out.dtype.element_ty), mask=mask & alone[:, None])
+                several = valid & (alone == 0)
+                tl.store(partial + (cell + chunk)[:, None] * SIZE + d[None, :], result, mask=mask & several[:, None])
+                tl.store(partial_lse + cell + chunk, lse, mask=several)
             chunk += 1
             m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if WHOLE:
+        result = all_acc / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
+        tl.store(out + row[:, None] * SIZE + d[None, :], result.to(out.dtype.element_ty), mask=mask)
+        return
     if chunks - first_chunk == 1:
         return
     # The program of a tile and head that ends last adds up the chunks, in their order.
@@ -233,13 +259,7 @@ def attend_few_kernel(
             other=0.0,
             cache_modifier=".cg",
         )
-        new_m = tl.maximum(m, lse)
-        base = tl.where(new_m == float("-inf"), 0.0, new_m)
-        weight = tl.exp2(lse - base)
-        decay = tl.exp2(m - base)
-        total = total * decay + weight
-        acc = acc * decay[:, None] + part * weight[:, None]
-        m = new_m
+        m, total, acc = _add_chunk(m, total, acc, lse, part)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(out + row[:, None] * SIZE + d[None, :], result.to(out.dtype.element_ty), mask=mask & several[:, None])
 

@@ -12,14 +12,9 @@ from sol.ops.batch import KVCache, RaggedBatch
 from sol.ops.gpu import elementwise, linear
 from sol.ops.gpu.attention import FEW, AttentionInputs, attend
 from sol.ops.gpu.batch import DeviceBatch
-from sol.ops.gpu.chunks import num_chunks
 from sol.ops.gpu.launch import Counters
 from sol.ops.program import AttentionInput, MlpInput, PagedAttention, Program, ProjectResidual
 from sol.ops.weights import Dense, Linear, Norm, Weight
-
-PARTIALS_BYTES: Final = 512 << 20
-"""Of chunks' results in attention. A step that would need more gives requests with several query tokens to the
-kernel that does not cut contexts."""
 
 BEGIN_NORMS_TOKENS: Final = 16
 """Measured: with 32 and 64 tokens what this adds to the projections costs more than the kernel that it saves."""
@@ -65,9 +60,6 @@ class GpuOps:
             batch = _on_device(batch)
         else:
             few, many = min(batch.max_query_len, FEW), batch.max_query_len > FEW
-        rows = batch.num_requests * few
-        if few > 1 and rows * heads[0] * heads[2] * num_chunks(batch.max_seq_len) * 4 > PARTIALS_BYTES:
-            few, many = 1, True
         layers = [kv_cache.layer(index) for index in range(kv_cache.data.shape[0])]
         return GpuPlan(
             attention=AttentionInputs(batch, *heads, few_tokens=few, many=many, counters=self._counters),
