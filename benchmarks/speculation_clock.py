@@ -34,7 +34,7 @@ BOUND: Final = 0.98
 
 def num_exchanges(streams: int) -> int:
     """Enough of them that what is learned once does not count for much, as in an engine that runs for long."""
-    return max(streams + 7, 2 * streams)
+    return max(streams + 15, min(4 * streams, 3 * streams + 64, 2 * streams + 128))
 
 
 class Cell:

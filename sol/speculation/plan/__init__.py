@@ -3,6 +3,7 @@
 from sol.speculation.plan.costs import shapes_to_measure
 from sol.speculation.plan.fixed import FixedController
 from sol.speculation.plan.goodput import GoodputController
+from sol.speculation.plan.guarded import GuardedController
 from sol.speculation.plan.types import Candidate, Controller, Drafter, Emission, StepShape
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Emission",
     "FixedController",
     "GoodputController",
+    "GuardedController",
     "StepShape",
     "shapes_to_measure",
 ]

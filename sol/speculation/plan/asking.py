@@ -31,23 +31,24 @@ Bools = npt.NDArray[np.bool_]
 _LOOKUPS: Final = frozenset({"ngram", "suffix"})
 _PROBE_SHARE: Final = 0.006
 """Of the time that passes: what may go to proposals that are not expected to pay"""
-_MOST_CREDIT: Final = 1.0
+_MOST_CREDIT: Final = 3.0
 """Steps' time that the budget of probes saves up at most"""
-_FIRST_CREDIT: Final = 1.0
+_FIRST_CREDIT: Final = 3.0
+_CREDIT_AT_ONCE: Final = 0.25
 _PROBE_TOKENS: Final = 3
 _REQUEST_PROBE_SHARE: Final = 0.002
 _LONGEST_WAIT: Final = 64
 """Steps between two probes of one request"""
 _MARGIN: Final = 1.005
-_HORIZON: Final = 32
+_HORIZON: Final = 48
 """Proposals over which what a drafter has to read first (a prompt) is spread"""
 _FRESH_TOKENS: Final = 4
 """What a request gains between two proposals, at a guess: that much is read anew for each"""
 _GAIN_RATE: Final = 0.06
-_MEAN_GAIN_RATE: Final = 0.02
+_MEAN_GAIN_RATE: Final = 0.004
 _MEAN_PRIOR: Final = 8.0
 """As if so many proposals had gained nothing"""
-_FIRST_PROPOSALS: Final = 16
+_FIRST_PROPOSALS: Final = 48
 _PRIOR_PROPOSALS: Final = 2.0
 _CAUTION: Final = 0.5
 """Standard errors that a gain is taken to be smaller than it was seen to be"""
@@ -157,7 +158,7 @@ class Asking:
         who is worth it. Where asking is cheap, caution only turns proposals into probes."""
         spread = math.sqrt(max(self._mean_square[i] - self._mean_gain[i] ** 2, 0.0))
         known = min(self._mean_count[i], 1.0 / _MEAN_GAIN_RATE)
-        usual = self._mean_gain[i] - spread / math.sqrt(known)
+        usual = self._mean_gain[i] - _CAUTION * spread / math.sqrt(known)
         count = np.minimum(self._gain_count[i, slots], 1.0 / _GAIN_RATE)
         own = count * (self._gain[i, slots] - _CAUTION * spread / np.sqrt(np.maximum(count, 1.0)))
         result: Floats = (own + _PRIOR_PROPOSALS * usual) / (count + _PRIOR_PROPOSALS)
@@ -200,17 +201,19 @@ class Asking:
         """Ask drafter `i` for some of the rows that are `due`, as the budget allows."""
         price = self._prices[i]
         tokens = self._num_tokens if self._is_lookup[i] else _PROBE_TOKENS
-        left = self._credit - (0.0 if choice.asks(i) else price.base)
+        base = 0.0 if choice.asks(i) else price.base
         rows = np.flatnonzero(due)
         # In place of a drafter that pays, the other one also costs what the first would have gained.
         costs = price.per_request + price.per_token * tokens + price.per_unread * unread[rows] + choice.net[rows] / rate
         budget = _PROBE_SHARE * seconds
         order = np.argsort(self._next_probe[i, slots[rows]] + costs / budget, kind="stable")
-        spent = np.cumsum(costs[order])
-        count = int(np.searchsorted(spent, left, side="right"))
+        spent = np.cumsum(costs[order]) + base
+        # Not all at once: who was tried is tried again for less than the first time, and it takes several tries to know.
+        most_now = max(_CREDIT_AT_ONCE * self._credit, min(self._credit, float(spent[0])))
+        count = int(np.searchsorted(spent, most_now, side="right"))
         if not count:
             return
-        self._credit = left - float(spent[count - 1])
+        self._credit -= float(spent[count - 1])
         rows, costs = rows[order[:count]], costs[order[:count]]
         probed = slots[rows]
         longest = np.clip((price.base + costs) / (_REQUEST_PROBE_SHARE * seconds), 1, _LONGEST_WAIT).astype(np.int64)

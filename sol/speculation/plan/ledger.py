@@ -93,7 +93,8 @@ class Ledger:
     def _count(self, emission: Emission) -> None:
         assert emission.drafter is not None
         stats = self._stats(emission.drafter)
-        drafted, accepted = emission.num_draft_tokens, emission.num_accepted_tokens
+        # Drafts behind an end were right, and nobody got them.
+        drafted, accepted = emission.num_draft_tokens, min(emission.num_accepted_tokens, emission.num_new_tokens)
         stats.num_drafts += 1
         stats.num_draft_tokens += drafted
         stats.num_accepted_tokens += accepted

@@ -57,10 +57,12 @@ class Emission:
     num_accepted_tokens: int
     """Before an end token or `max_tokens` cut the rest off"""
     num_new_tokens: int
+    """After that: what the request got"""
     draft: Draft | None = None
     """The drafts that were at hand for the place where its new tokens came, verified or not. What was not verified is
     compared with `new_token_ids`: it costs nothing, and drafting comes back when drafts become right."""
     new_token_ids: Sequence[int] = ()
+    """All that the target sampled, before the cut"""
 
 
 class Controller(Protocol):
