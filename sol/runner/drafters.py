@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import torch
+
 from sol.engine.types import Draft, Drafting, ProposalPlan, SchedulerOutput
 from sol.speculation.propose import Proposal, ProposalRow, Proposer
 
@@ -151,8 +153,15 @@ class Drafters:
                 len(scores) == len(token_ids) and all(0.0 <= score <= 1.0 for score in scores)
             ):
                 raise ValueError(f"scores {scores} of {len(token_ids)} drafts are not one probability each")
-            if proposal.probs is not None and proposal.probs.shape[0] != len(token_ids):
-                raise ValueError(f"{proposal.probs.shape[0]} distributions of {len(token_ids)} drafts")
+            if proposal.probs is not None:
+                self._check_probs(proposal.probs, token_ids)
+
+    def _check_probs(self, probs: torch.Tensor, token_ids: Sequence[int]) -> None:
+        if tuple(probs.shape) != (len(token_ids), self._vocab_size):
+            raise ValueError(f"probs {tuple(probs.shape)} of {len(token_ids)} drafts from {self._vocab_size} tokens")
+        chosen = probs[torch.arange(len(token_ids)), torch.tensor(token_ids, dtype=torch.int64)]
+        if not bool((probs >= 0.0).all() & probs.isfinite().all() & (chosen > 0.0).all()):
+            raise ValueError("drafts were drawn from what are no distributions, or that do not hold them")
 
 
 def as_draft(drafter: str, proposal: Proposal) -> Draft:
