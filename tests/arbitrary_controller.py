@@ -28,6 +28,7 @@ class ArbitraryController:
         counts = []
         for candidate in candidates:
             assert 1 <= candidate.max_tokens <= len(candidate.draft.token_ids)
+            assert not candidate.draft.sampled
             counts.append(self._random.randint(0, min(candidate.max_tokens, max_tokens)))
             max_tokens -= counts[-1]
         return counts
@@ -45,6 +46,9 @@ class ArbitraryController:
 
     def observe_step(self, shape: StepShape, seconds: float, emissions: Sequence[Emission]) -> None:
         assert seconds >= 0.0
+        for emission in emissions:
+            assert emission.num_accepted_tokens == len(emission.new_token_ids) - 1
+            assert 1 <= emission.num_new_tokens <= len(emission.new_token_ids)
         self.emissions += emissions
 
     def observe_drafting(self, drafting: Drafting) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,8 +35,8 @@ class Request:
     """Drafts that a planned step verifies; not 0 means that nothing more can be planned before it is read."""
     draft: Draft | None = None
     """What somebody proposes to come after the tokens that are known."""
-    awaits_drafts: bool = False
-    """Somebody drafts at the end of a planned step and writes ahead into its blocks: it waits for that."""
+    num_draftings: int = 0
+    """Planned steps at whose end somebody drafts for it and writes ahead into its blocks: it waits for them."""
     speculation: SpeculationParams | None = None
     usage: SpeculationUsage = field(default_factory=SpeculationUsage)
     prefilling: bool = True
@@ -81,15 +82,26 @@ class Request:
         """
         self.token_ids.append(token_id)
         self.draft = None
-        ends = self._is_end(token_id) or token_id in self.params.stop_token_ids
-        if ends and self.num_output_tokens >= self.params.min_tokens:
-            return "stop"
-        return "length" if self.num_tokens >= self.max_num_tokens else None
+        return self._ends_with(token_id, len(self.token_ids))
+
+    def num_kept(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens it would take: those after the one that ends it are too many."""
+        for count, token_id in enumerate(token_ids[:-1], start=1):
+            if self._ends_with(token_id, len(self.token_ids) + count) is not None:
+                return count
+        return len(token_ids)
 
     def stop_token(self) -> int | None:
         """The member of `stop_token_ids` that the request ended with; None if it was one of the model's end tokens."""
         last = self.token_ids[-1]
         return None if self._is_end(last) else last
+
+    def _ends_with(self, token_id: int, num_tokens: int) -> Literal["stop", "length"] | None:
+        """Whether `token_id` as the last one of so many tokens ends it, and why."""
+        ends = self._is_end(token_id) or token_id in self.params.stop_token_ids
+        if ends and num_tokens - self.num_prompt_tokens >= self.params.min_tokens:
+            return "stop"
+        return "length" if num_tokens >= self.max_num_tokens else None
 
     def _is_end(self, token_id: int) -> bool:
         return token_id in self.eos_token_ids and not self.params.ignore_eos

@@ -153,9 +153,12 @@ class Scheduler:
             return None
         self._removed, self._preempted = [], set()
         if self._speculation:
-            self._speculation.extend(
-                plan, step, max_tokens=self._most_drafts(plan, step, budget), reserve=self._reserver()
+            most = self._most_drafts(
+                budget.tokens,
+                num_tokens=sum(plan.num_scheduled_tokens.values()),
+                num_sampled=sum(row.sampled for row in step.rows),
             )
+            self._speculation.extend(plan, step, max_tokens=most, reserve=self._reserver())
         return plan
 
     def _budget(self) -> _Budget:
@@ -192,21 +195,23 @@ class Scheduler:
 
     def _held_back(self) -> set[str]:
         """Requests that cannot, or had better not, be planned before the steps under way have been read."""
-        pending = [request for request in self._running if request.num_pending_tokens]
-        if not pending or self._speculation is None:
+        if self._speculation is None or not any(request.num_pending_tokens for request in self._running):
             return set()
-        held = {request.request_id for request in pending if request.num_verifying or request.awaits_drafts}
-        return held | self._speculation.waiting_for_result(pending)
+        held = {request.request_id for request in self._running if request.num_verifying or request.num_draftings}
+        decoding = [request for request in self._running if not request.prefilling]
+        count = len(decoding)
+        most = self._most_drafts(self.config.max_num_batched_tokens - count, num_tokens=count, num_sampled=count)
+        return held | self._speculation.waiting_for_result(decoding, max_tokens=most)
 
-    def _most_drafts(self, plan: SchedulerOutput, step: PlannedStep, budget: _Budget) -> int:
-        """How many the step has room for."""
-        config, most = self.config, budget.tokens
+    def _most_drafts(self, left: int, *, num_tokens: int, num_sampled: int) -> int:
+        """How many a step has room for that computes `num_tokens`, samples `num_sampled` requests and may compute
+        `left` tokens more."""
+        config, most = self.config, left
         if config.max_num_logits_rows is not None:
-            most = min(most, config.max_num_logits_rows - sum(row.sampled for row in step.rows))
-        if config.num_invariant_tokens is not None:
-            left = config.num_invariant_tokens - sum(plan.num_scheduled_tokens.values())
+            most = min(most, config.max_num_logits_rows - num_sampled)
+        if config.num_invariant_tokens is not None and num_tokens <= config.num_invariant_tokens:
             # Larger steps round differently among themselves; there is nothing to keep.
-            most = min(most, left) if left >= 0 else most
+            most = min(most, config.num_invariant_tokens - num_tokens)
         return max(0, most)
 
     def _reserver(self) -> Callable[[PlannedRow, int], int]:
@@ -352,6 +357,7 @@ class Scheduler:
         request = row.request
         request.num_pending_tokens -= row.most_new_tokens
         request.num_verifying -= row.num_drafts
+        request.num_draftings -= row.writes_ahead
         if self._requests.get(request.request_id) is not request:  # ended since it was planned
             return None
         if request.request_id in result.errors:
@@ -384,9 +390,8 @@ class Scheduler:
             if reason is not None:
                 break
         self._stats.num_generated_tokens += len(kept)
-        request.awaits_drafts = False
         if self._speculation:
-            self._speculation.count(row, num_accepted)
+            self._speculation.count(row, min(num_accepted, len(kept)))
         output = self._output(request, kept, logprobs, reason, origins=origins(row, len(kept), num_accepted))
         if self._cache:  # accepted drafts may have filled blocks, those of a request that ends as well
             self._cache.publish(request)
@@ -441,12 +446,15 @@ class Scheduler:
         assert len(self._running) <= self.config.max_num_seqs, "more requests run than max_num_seqs"
         pending: Counter[Request] = Counter()
         verifying: Counter[Request] = Counter()
+        draftings: Counter[Request] = Counter()
         for row in (row for step in self._unread for row in step.rows):
             pending[row.request] += row.most_new_tokens
             verifying[row.request] += row.num_drafts
+            draftings[row.request] += row.writes_ahead
         for name, request in self._requests.items():
             assert request.num_pending_tokens == pending[request], f"{name!r}: pending tokens are miscounted"
             assert request.num_verifying == verifying[request], f"{name!r}: drafts under way are miscounted"
+            assert request.num_draftings == draftings[request], f"{name!r}: draftings under way are miscounted"
         for request in waiting:
             assert not request.block_ids, f"{request.request_id!r} waits with blocks"
             assert request.num_computed_tokens == 0, f"{request.request_id!r} waits with computed tokens"

@@ -18,11 +18,12 @@ from sol.engine.types import (
     DraftCounts,
     EngineStats,
     NewRequestData,
+    ProposalPlan,
     SchedulerOutput,
     SpeculationUsage,
     StepOutput,
 )
-from sol.speculation.plan.types import Candidate, Controller, Drafter, Emission, StepShape
+from sol.speculation.plan import Candidate, Controller, Drafter, Emission, GuardedController, StepShape
 
 Reserve = Callable[["PlannedRow", int], int]
 """Blocks for the KV cache of so many leading tokens of a row's request, if they can be spared → for how many there
@@ -43,6 +44,8 @@ class PlannedRow:
     """What was at hand for it"""
     num_drafts: int = 0
     """So much of that is verified."""
+    writes_ahead: bool = False
+    """Whoever drafts for it after the step writes into its blocks behind its tokens."""
 
     @property
     def drafter(self) -> str | None:
@@ -65,9 +68,14 @@ class Speculation:
     """`caching` are the drafters that write a KV cache of their own into a request's blocks, ahead of its tokens."""
 
     def __init__(self, controller: Controller, *, num_speculative_tokens: int, caching: Collection[str] = ()) -> None:
-        self._controller = controller
+        self._controller = GuardedController(controller)
         self._num_speculative_tokens: Final = num_speculative_tokens
         self._caching = frozenset(caching)
+
+    @property
+    def failure(self) -> Exception | None:
+        """What the controller failed with; from then on nothing is drafted."""
+        return self._controller.failure
 
     @property
     def most_ahead(self) -> int:
@@ -83,16 +91,18 @@ class Speculation:
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def waiting_for_result(self, requests: Iterable[Request]) -> set[str]:
-        """Of those whose latest tokens have not been read: who should wait for them, to have drafts verified then.
+    def waiting_for_result(self, requests: Sequence[Request], *, max_tokens: int) -> set[str]:
+        """Of those that decode, the ones whose latest tokens have not been read and who should wait for them, to have
+        drafts verified then; a step of them all has room for `max_tokens` drafts.
 
         A draft for tokens that are under way by now is no use itself; what it says of those after them is a guess at
         what the next proposal will say.
         """
         candidates = []
-        for request in requests:
+        for request in requests if max_tokens > 0 else ():
             draft, passed = request.draft, request.num_pending_tokens
-            if draft is None or not passed:
+            # Drafts with noise of their own: whether the next ones are verified must not depend on what these are.
+            if draft is None or draft.sampled or not passed:
                 continue
             limit = min(len(draft.token_ids) - passed, self._num_speculative_tokens, request.num_unplanned_tokens - 1)
             if limit < 1:
@@ -110,14 +120,12 @@ class Speculation:
         if not candidates:
             return set()
         shape = StepShape(
-            num_tokens=len(candidates),
-            num_requests=len(candidates),
-            num_logits_rows=len(candidates),
-            num_context_tokens=sum(candidate.num_tokens for candidate in candidates),
+            num_tokens=len(requests),
+            num_requests=len(requests),
+            num_logits_rows=len(requests),
+            num_context_tokens=sum(request.num_planned_tokens for request in requests),
         )
-        counts = self._controller.choose_drafts(
-            shape, candidates, max_tokens=sum(candidate.max_tokens for candidate in candidates)
-        )
+        counts = self._controller.choose_drafts(shape, candidates, max_tokens=max_tokens)
         return {candidate.request_id for candidate, count in zip(candidates, counts, strict=True) if count}
 
     def extend(self, plan: SchedulerOutput, step: PlannedStep, *, max_tokens: int, reserve: Reserve) -> None:
@@ -207,18 +215,36 @@ class Speculation:
         ):
             if proposal is None:
                 continue
-            names = {proposal.drafter: proposal.max_tokens, proposal.fallback: proposal.fallback_max_tokens}
-            ahead = max((count for name, count in names.items() if name in self._caching), default=0)
-            if ahead:
-                # Whatever is accepted, its drafter may write that much behind it.
-                known = row.request.num_planned_tokens
-                room = reserve(row, known + min(ahead, drafter.max_tokens)) - known
-                if room < 1:
-                    continue
-                proposal.max_tokens = min(proposal.max_tokens, room)
-                proposal.fallback_max_tokens = min(proposal.fallback_max_tokens, room)
-                row.request.awaits_drafts = True
-            plan.proposals[row.request.request_id] = proposal
+            within = self._within_blocks(row, proposal, drafter.max_tokens, reserve)
+            if within is not None:
+                plan.proposals[row.request.request_id] = within
+
+    def _within_blocks(
+        self, row: PlannedRow, proposal: ProposalPlan, most: int, reserve: Reserve
+    ) -> ProposalPlan | None:
+        """The part of a proposal for which there are blocks, where a drafter writes ahead into them."""
+        names = {proposal.drafter: proposal.max_tokens, proposal.fallback: proposal.fallback_max_tokens}
+        ahead = max((count for name, count in names.items() if name in self._caching), default=0)
+        if ahead < 1:
+            return proposal
+        # Whatever is accepted, its drafter may write that much behind it.
+        known = row.request.num_planned_tokens
+        room = reserve(row, known + min(ahead, most)) - known
+        kept = [
+            (name, min(count, room) if name in self._caching else count)
+            for name, count in names.items()
+            if name is not None and (room > 0 or name not in self._caching)
+        ]
+        if not kept:
+            return None
+        if room > 0:
+            row.writes_ahead = True
+            row.request.num_draftings += 1
+        (first, count), *others = kept
+        second, second_count = others[0] if others else (None, 0)
+        return ProposalPlan(
+            drafter=first, max_tokens=count, fallback=second, fallback_max_tokens=second_count, trust=proposal.trust
+        )
 
     # ── results ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -241,7 +267,7 @@ class Speculation:
                         drafter=row.drafter,
                         num_draft_tokens=row.num_drafts,
                         num_accepted_tokens=len(token_ids) - 1,
-                        num_new_tokens=len(token_ids),
+                        num_new_tokens=row.request.num_kept(token_ids),
                         draft=row.draft,
                         new_token_ids=token_ids,
                     )
@@ -250,7 +276,7 @@ class Speculation:
         self._controller.observe_step(shape, max(0.0, seconds - spent), emissions)
 
     def count(self, row: PlannedRow, num_accepted: int) -> None:
-        """`num_accepted` drafts of the row came out."""
+        """`num_accepted` drafts of the row came out: those that were accepted, up to the request's end."""
         usage = row.request.usage
         usage.num_steps += 1
         if row.drafter is not None:

@@ -71,6 +71,7 @@ class DraftCounts:
     """Steps that verified at least one of its drafts."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    """Of those, the ones that came out"""
 
     @property
     def acceptance_rate(self) -> float:

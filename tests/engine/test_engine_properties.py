@@ -28,6 +28,8 @@ class Arrive:
     eos: bool
     stop_token_ids: list[int]
     logprobs: int | None
+    breaks_after: int | None = None
+    """Output tokens behind which its logits are not finite"""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         block_size=block_size,
         num_blocks=fewest + draw(st.integers(0, 2 * fewest)),
         enable_prefix_caching=draw(st.booleans()),
+        max_num_logits_rows=draw(st.sampled_from([None, None, 6, 9])),
+        num_invariant_tokens=draw(st.sampled_from([None, None, 4, 12])),
     )
 
 
@@ -69,6 +73,7 @@ def arrivals(draw: st.DrawFn) -> Arrive:
         eos=draw(st.booleans()),
         stop_token_ids=draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=8)),
         logprobs=draw(st.sampled_from([None, None, 0, 2])),
+        breaks_after=draw(st.sampled_from([None, None, None, None, 0, 1, 3, 7])),
     )
 
 
@@ -89,13 +94,15 @@ class Client:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     last: dict[str, RequestOutput] = field(default_factory=dict)
     counted: dict[str, int] = field(default_factory=dict)
+    drafted: dict[str, int] = field(default_factory=dict)
+    """Tokens of each request that a drafter made"""
 
     def __post_init__(self) -> None:
         self.runner = TokenRunner(self.config)
         self.controller = ArbitraryController(self.num_speculative_tokens, drafters=["lookup", "caching"])
-        speculation = None
+        self.speculation = speculation = None
         if self.num_speculative_tokens:
-            speculation = Speculation(
+            self.speculation = speculation = Speculation(
                 self.controller, num_speculative_tokens=self.num_speculative_tokens, caching=["caching"]
             )
         self.core = make_core(self.config, self.runner, self.work_ahead, speculation)
@@ -118,6 +125,8 @@ class Client:
             request.speculation = SpeculationParams(include_origins=True)
             self.requests[request.request_id] = request
             self.tokens[request.request_id] = []
+            if arrive.breaks_after is not None:
+                self.runner.breaks_at[request.request_id] = len(prompt) + arrive.breaks_after
             self.core.add([request])
 
     def abort(self, which: int) -> None:
@@ -128,6 +137,7 @@ class Client:
         output = self.core.step()
         assert self.core.dead is None, "the step failed; the log has the runner's assertion"
         self.core.check_integrity()
+        assert self.speculation is None or self.speculation.failure is None
         for item in output.outputs:
             assert item.request_id not in self.last, "an output after the last one"
             self.tokens[item.request_id] += item.new_token_ids
@@ -139,6 +149,7 @@ class Client:
             if item.origins is not None:
                 assert len(item.origins) == len(item.new_token_ids)
                 drafted = sum(origin != TARGET for origin in item.origins)
+                self.drafted[item.request_id] = self.drafted.get(item.request_id, 0) + drafted
                 assert all(origin == TARGET for origin in item.origins[drafted:]), "a draft after the target's token"
             if item.finish_reason is not None:
                 self.last[item.request_id] = item
@@ -166,6 +177,10 @@ class Client:
             if last.finish_reason == "abort":
                 assert tokens == wanted[: len(tokens)]
                 continue
+            breaks_at = self.runner.breaks_at.get(name)
+            if breaks_at is not None and breaks_at < len(request.prompt_token_ids) + len(wanted):
+                assert (tokens, last.finish_reason) == (wanted[: breaks_at - len(request.prompt_token_ids)], "error")
+                continue
             assert (tokens, last.finish_reason) == (wanted, reason)
             ended_by_stop_id = reason == "stop" and not (EOS in request.eos_token_ids and tokens[-1] == EOS)
             assert last.stop_token_id == (tokens[-1] if ended_by_stop_id else None)
@@ -178,6 +193,10 @@ class Client:
         assert not self.controller.open
         accepted = sum(emission.num_accepted_tokens for emission in self.controller.emissions)
         assert accepted <= self.runner.num_accepted_tokens
+        for name, last in self.last.items():
+            if last.speculation is not None:
+                counts = last.speculation.drafters.values()
+                assert sum(count.num_accepted_tokens for count in counts) == self.drafted.get(name, 0)
 
 
 @settings(max_examples=250, deadline=None)

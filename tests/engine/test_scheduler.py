@@ -280,7 +280,12 @@ def test_tokens_after_the_end_are_dropped() -> None:
     assert (output.new_token_ids, output.finish_reason, output.stop_token_id) == ([6, 7], "stop", 7)
     assert output.logprobs is not None
     assert len(output.logprobs) == 2
-    assert scheduler.take_stats().num_generated_tokens == 2
+    stats = scheduler.take_stats()
+    assert stats.num_generated_tokens == 2
+    assert output.speculation is not None
+    for counts in (output.speculation.drafters["suffix"], stats.drafters["suffix"]):
+        # The third draft was right as well, and nobody got it.
+        assert (counts.num_draft_tokens, counts.num_accepted_tokens) == (3, 2)
 
 
 def test_rejected_drafts_are_computed_again_and_never_published() -> None:

@@ -79,10 +79,24 @@ class TokenRunner:
         self.slots: list[tuple[int, int, bytes] | None] = [None] * (config.num_blocks * config.block_size)
         self.plans: list[SchedulerOutput] = []
         self.num_computed_tokens = 0
+        self.breaks_at: dict[str, int] = {}
+        """By request: behind so many tokens its logits are not finite."""
+        self._writing: list[set[str]] = []
+        """Of each step that has not been read: whose blocks somebody writes into when it is"""
 
     def submit(self, plan: SchedulerOutput) -> Callable[[], StepOutput]:
+        busy = set().union(*self._writing) & set(plan.num_scheduled_tokens)
+        assert not busy, f"{busy} are planned while somebody drafts for them"
         result = self.execute(plan)
-        return lambda: result
+        self._writing.append(
+            {name for name, wish in plan.proposals.items() if "caching" in (wish.drafter, wish.fallback)}
+        )
+
+        def read() -> StepOutput:
+            self._writing.pop(0)
+            return result
+
+        return read
 
     def execute(self, plan: SchedulerOutput) -> StepOutput:
         self.plans.append(plan)
@@ -93,6 +107,7 @@ class TokenRunner:
         assert max(written.values()) == 1, "two rows write one slot"
         sampled: dict[str, list[int]] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
+        errors: dict[str, str] = {}
         for name, count in plan.num_scheduled_tokens.items():
             row = self.rows[name]
             drafts = plan.draft_token_ids.get(name, [])
@@ -103,11 +118,19 @@ class TokenRunner:
                 continue
             read = read[: len(row.tokens)]
             sampled[name] = []
+            breaks_at = self.breaks_at.get(name)
             for draft in [*drafts, None]:
+                if breaks_at is not None and len(row.tokens) + len(sampled[name]) >= breaks_at:
+                    break
                 token = next_token(read + sampled[name], row.data.seed, row.data.choice_index)
                 sampled[name].append(token)
                 if token != draft:
                     break
+            if not sampled[name]:
+                del sampled[name]
+                errors[name] = "the logits are not finite"
+                row.tokens.append(0)  # a step may have been planned after this one
+                continue
             num_accepted = len(sampled[name]) - 1
             self.num_accepted_tokens += num_accepted
             row.num_computed -= len(drafts) - num_accepted
@@ -115,11 +138,18 @@ class TokenRunner:
             wanted = row.data.params.logprobs
             if wanted is not None:
                 logprobs[name] = [logprobs_of(token, wanted) for token in sampled[name]]
-        result = StepOutput(sampled_token_ids=sampled, logprobs=logprobs)
+        result = StepOutput(sampled_token_ids=sampled, logprobs=logprobs, errors=errors)
         for name, wish in plan.proposals.items():
-            token_ids = self._draft(self.rows[name], wish.max_tokens)
+            if name in errors:
+                continue
+            row = self.rows[name]
+            if wish.drafter == "caching":
+                room = len(row.block_ids) * self.config.block_size
+                assert room >= len(row.tokens) + wish.max_tokens - 1, "a drafter has no blocks to write into"
+            token_ids = self._draft(row, wish.max_tokens)
             if token_ids:
-                result.drafts[name] = Draft(drafter=wish.drafter, token_ids=token_ids, scores=None)
+                by_chance = wish.drafter == "caching" and row.data.seed % 2 == 1
+                result.drafts[name] = Draft(drafter=wish.drafter, token_ids=token_ids, scores=None, sampled=by_chance)
         return result
 
     def _draft(self, row: _Row, max_tokens: int) -> list[int]:
@@ -148,6 +178,13 @@ class TokenRunner:
         counts = plan.num_scheduled_tokens
         assert all(count > 0 for count in counts.values())
         assert sum(counts.values()) <= self.config.max_num_batched_tokens
+        num_drafts = sum(map(len, plan.draft_token_ids.values()))
+        if num_drafts and self.config.max_num_logits_rows is not None:
+            rows = [n for n in counts if self.rows[n].num_computed + counts[n] >= len(self.rows[n].tokens)]
+            assert len(rows) + num_drafts <= self.config.max_num_logits_rows
+        if num_drafts and self.config.num_invariant_tokens is not None:
+            most, without = self.config.num_invariant_tokens, sum(counts.values()) - num_drafts
+            assert without > most or without + num_drafts <= most
         assert len(self.rows) <= self.config.max_num_seqs
         decoding = [n for n in counts if self.rows[n].num_computed >= len(self.rows[n].data.token_ids)]
         prefill = sum(count for name, count in counts.items() if name not in decoding)
