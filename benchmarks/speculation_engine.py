@@ -257,6 +257,8 @@ def run(
             made[output.request_id] += output.new_token_ids
             left -= output.finish_reason is not None
             assert output.error is None, output.error
+    if speculation is not None and speculation.failure is not None:
+        raise speculation.failure
     for name, tokens in made.items():
         assert tokens == answers[name][: len(tokens)], f"answer {name} is not the recorded one"
     return Run(

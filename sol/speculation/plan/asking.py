@@ -208,7 +208,7 @@ class Asking:
         budget = _PROBE_SHARE * seconds
         order = np.argsort(self._next_probe[i, slots[rows]] + costs / budget, kind="stable")
         spent = np.cumsum(costs[order]) + base
-        # Not all at once: who was tried is tried again for less than the first time, and it takes several tries to know.
+        # Not all at once: to try somebody again costs less than the first time, and it takes several tries to know.
         most_now = max(_CREDIT_AT_ONCE * self._credit, min(self._credit, float(spent[0])))
         count = int(np.searchsorted(spent, most_now, side="right"))
         if not count:

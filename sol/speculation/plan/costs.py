@@ -32,6 +32,9 @@ _KNOTS_PER_OCTAVE: Final = 4
 _SCALE_SD, _SCALE_DRIFT = 0.1, 0.01
 _LOCAL_SD, _LOCAL_DRIFT = 0.1, 0.002
 _NOISE_SD, _LEAST_NOISE_SD, _MOST_NOISE_SD = 0.05, 0.005, 0.3
+_PROMPTS_SD, _PROMPTS_DRIFT, _PROMPTS_NOISE_SD = 0.7, 0.02, 0.2
+_FEW_PROMPTS: Final = 0.1
+"""Share of a step's tokens"""
 _MAX_DEVIATIONS: Final = 3.0
 
 
@@ -92,12 +95,15 @@ class CostModel:
         self._scale = 0.0
         self._scale_variance = _SCALE_SD**2 if measured else 100.0
         self._noise_variance = _NOISE_SD**2
+        self._prompts = 0.0
+        """What prompts do to a step that consists of nothing else: no logits, another kind of attention"""
+        self._prompts_variance = _PROMPTS_SD**2
 
     def seconds(self, shape: StepShape) -> float:
         tokens = shape.num_tokens
         index = min(tokens, _TABLE - 1)
         token_cost = float(self._per_token[index]) * (tokens / index if tokens > index else 1.0)
-        return (token_cost + self._shares(shape)) * float(self._factor[index]) * self._common_factor(shape.num_requests)
+        return (token_cost + self._shares(shape)) * float(self._factor[index]) * self._common_factor(shape)
 
     def curve(self, shape: StepShape, num_drafts: int) -> Floats:
         """[num_drafts + 1] seconds of the step with 0, 1, … drafts more than `shape` has. Never falls."""
@@ -106,11 +112,11 @@ class CostModel:
         seconds = self._per_token[start:stop] + self._shares(shape)
         seconds += np.arange(stop - start) * (self._per_row + self._per_context)
         seconds *= self._factor[start:stop]
-        seconds *= self._common_factor(shape.num_requests)
+        seconds *= self._common_factor(shape)
         np.maximum.accumulate(seconds, out=seconds)
         missing = num_drafts + 1 - (stop - start)
         if missing:
-            slope = (self._per_token[-1] - self._per_token[-2]) * self._common_factor(shape.num_requests)
+            slope = (self._per_token[-1] - self._per_token[-2]) * self._common_factor(shape)
             seconds = np.concatenate([seconds, seconds[-1] + slope * np.arange(1, missing + 1)])
         return seconds
 
@@ -119,6 +125,10 @@ class CostModel:
         if not (seconds > 0 and math.isfinite(seconds)) or shape.num_tokens < 1:
             return
         error = math.log(seconds / self.seconds(shape))
+        share = _prompt_share(shape)
+        if share > _FEW_PROMPTS:
+            self._observe_prompts(share, error)
+            return
         knot, weight = _place(self._knots, min(shape.num_tokens, _TABLE - 1))
         here, there = 1.0 - weight, weight
         requests = min(max(shape.num_requests, 1).bit_length() - 1, len(self._by_requests) - 1)
@@ -160,9 +170,18 @@ class CostModel:
             + self._per_context * shape.num_context_tokens
         )
 
-    def _common_factor(self, requests: int) -> float:
-        index = min(max(requests, 1).bit_length() - 1, len(self._by_requests) - 1)
-        return math.exp(self._scale + self._by_requests[index])
+    def _common_factor(self, shape: StepShape) -> float:
+        index = min(max(shape.num_requests, 1).bit_length() - 1, len(self._by_requests) - 1)
+        return math.exp(self._scale + self._by_requests[index] + self._prompts * _prompt_share(shape))
+
+    def _observe_prompts(self, share: float, error: float) -> None:
+        """Such steps say nothing of those that decode."""
+        self._prompts_variance = min(self._prompts_variance + _PROMPTS_DRIFT**2, _PROMPTS_SD**2)
+        total = share * share * self._prompts_variance + _PROMPTS_NOISE_SD**2
+        limit = _MAX_DEVIATIONS * math.sqrt(total)
+        gain = share * self._prompts_variance / total
+        self._prompts += gain * min(max(error, -limit), limit)
+        self._prompts_variance *= 1.0 - gain * share
 
     def _refresh(self, knot: int) -> None:
         """Bring the table up to date where the corrections at `knot` and the one after it reach."""
@@ -213,6 +232,11 @@ class DraftingCost:
             parts[i] = max(parts[i] + gain * error, self._floor[i])
             # Never quite sure: the variance keeps a tenth of the part itself.
             variances[i] = max(variances[i] * (1.0 - gain * count), (0.1 * parts[i]) ** 2)
+
+
+def _prompt_share(shape: StepShape) -> float:
+    """Of a step's tokens: those that have no row of logits."""
+    return max(shape.num_tokens - shape.num_logits_rows, 0) / max(shape.num_tokens, 1)
 
 
 def _token_knots() -> list[int]:
