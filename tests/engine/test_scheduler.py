@@ -276,7 +276,7 @@ def sampled(token_ids: list[int]) -> StepOutput:
 def test_tokens_after_the_end_are_dropped() -> None:
     scheduler = verifying([6, 7, 8], max_tokens=9, stop_token_ids=[7])
     scheduler.take_stats()
-    (output,) = scheduler.update_from_output(sampled([6, 7, 8, 9]))
+    (output,) = scheduler.update_from_output(sampled([6, 7, 8, 9]), seconds=0.01)
     assert (output.new_token_ids, output.finish_reason, output.stop_token_id) == ([6, 7], "stop", 7)
     assert output.logprobs is not None
     assert len(output.logprobs) == 2
