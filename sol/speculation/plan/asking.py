@@ -40,18 +40,18 @@ _REQUEST_PROBE_SHARE: Final = 0.002
 _LONGEST_WAIT: Final = 64
 """Steps between two probes of one request"""
 _MARGIN: Final = 1.005
-_HORIZON: Final = 48
+_HORIZON: Final = 96
 """Proposals over which what a drafter has to read first (a prompt) is spread"""
 _FRESH_TOKENS: Final = 4
 """What a request gains between two proposals, at a guess: that much is read anew for each"""
-_GAIN_RATE: Final = 0.06
-_MEAN_GAIN_RATE: Final = 0.004
+_YIELD_RATE: Final = 0.06
+_MEAN_RATE: Final = 0.002
 _MEAN_PRIOR: Final = 8.0
 """As if so many proposals had gained nothing"""
 _FIRST_PROPOSALS: Final = 48
-_PRIOR_PROPOSALS: Final = 2.0
-_CAUTION: Final = 0.5
-"""Standard errors that a gain is taken to be smaller than it was seen to be"""
+_PRIOR_PROPOSALS: Final = 8.0
+_CAUTION, _MEAN_CAUTION = 0.25, 1.0
+"""Standard errors that yields are taken to be smaller than they were seen to be: of a request, of all"""
 _LEAST_TRUST: Final = 0.05
 _FIRST_RETRY, _LAST_RETRY = 16, 1024
 """Steps for which a drafter that failed is left out, doubling from one failure to the next"""
@@ -78,12 +78,15 @@ class Asking:
         self._absent_until = [0] * len(drafters)
         self._retry_after = [_FIRST_RETRY] * len(drafters)
         shape = (len(drafters), 0)
-        self._gain = np.zeros(shape)
-        """[drafter, slot] accepted tokens less what verifying cost in tokens, of a proposal"""
-        self._gain_count = np.zeros(shape)
-        self._mean_gain = [0.0] * len(drafters)
+        self._yields = np.zeros((*shape, 2))
+        """[drafter, slot] of a lookup's proposals: accepted and verified tokens"""
+        self._yield_count = np.zeros(shape)
+        self._mean_yield = np.zeros((len(drafters), 2))
         self._mean_square = [1.0] * len(drafters)
+        """Of accepted tokens"""
         self._mean_count = [_MEAN_PRIOR] * len(drafters)
+        self._num_drafts = 0.0
+        """That recent steps verified"""
         self._read = np.zeros(shape, dtype=np.int64)
         """[drafter, slot] tokens of the request that the drafter has seen"""
         self._wait = np.ones(shape, dtype=np.int64)
@@ -102,8 +105,8 @@ class Asking:
         """The slot is a new request's."""
         if slot >= len(self._asked):
             self._grow(max(16, 2 * slot))
-        self._gain[:, slot] = 0.0
-        self._gain_count[:, slot] = 0.0
+        self._yields[:, slot] = 0.0
+        self._yield_count[:, slot] = 0.0
         self._read[:, slot] = 0
         self._wait[:, slot] = 1
         self._next_probe[:, slot] = self._step
@@ -126,6 +129,10 @@ class Asking:
         seconds = self._costs.seconds(plain)
         rate = self._advantage * rows / seconds
         """What a second is worth, in tokens"""
+        others = max(round(self._num_drafts), 1)
+        curve = self._costs.curve(plain, others)
+        draft_price = rate * float(curve[-1] - curve[0]) / others
+        """What verifying a draft costs, in tokens: by now, not when a request's yields were seen"""
         lookup, model = _Choice(rows), _Choice(rows)
         for i in present:
             price, choice = self._prices[i], lookup if self._is_lookup[i] else model
@@ -134,7 +141,7 @@ class Asking:
                 np.minimum(unread, _FRESH_TOKENS) + np.maximum(unread - _FRESH_TOKENS, 0) / _HORIZON
             )
             if self._is_lookup[i]:
-                net, lengths = self._gain_of(i, slots) - rate * each, most
+                net, lengths = self._gain(i, slots, draft_price) - rate * each, most
             else:
                 net, lengths = self._model_worth(i, slots, most, plain, each)
             worth = net > 0
@@ -153,15 +160,18 @@ class Asking:
             return [None] * rows
         return self._plans_of(slots, lookup, model, num_tokens)
 
-    def _gain_of(self, i: int, slots: Ints) -> Floats:
-        """Tokens, on the cautious side: gains are many small ones and a few large ones, and who was lucky is not yet
-        who is worth it. Where asking is cheap, caution only turns proposals into probes."""
-        spread = math.sqrt(max(self._mean_square[i] - self._mean_gain[i] ** 2, 0.0))
-        known = min(self._mean_count[i], 1.0 / _MEAN_GAIN_RATE)
-        usual = self._mean_gain[i] - _CAUTION * spread / math.sqrt(known)
-        count = np.minimum(self._gain_count[i, slots], 1.0 / _GAIN_RATE)
-        own = count * (self._gain[i, slots] - _CAUTION * spread / np.sqrt(np.maximum(count, 1.0)))
-        result: Floats = (own + _PRIOR_PROPOSALS * usual) / (count + _PRIOR_PROPOSALS)
+    def _gain(self, i: int, slots: Ints, draft_price: float) -> Floats:
+        """Tokens that a proposal of a lookup gains, on the cautious side: yields are many small ones and a few large
+        ones, and who was lucky is not yet who is worth it. Where asking is cheap, caution only turns proposals into
+        probes."""
+        accepted, verified = self._mean_yield[i].tolist()
+        spread = math.sqrt(max(self._mean_square[i] - accepted * accepted, 0.0))
+        known = min(self._mean_count[i], 1.0 / _MEAN_RATE)
+        usual = accepted - draft_price * verified - _MEAN_CAUTION * spread / math.sqrt(known)
+        count = np.minimum(self._yield_count[i, slots], 1.0 / _YIELD_RATE)
+        yields = self._yields[i, slots]
+        own = yields[:, 0] - draft_price * yields[:, 1] - _CAUTION * spread / np.sqrt(np.maximum(count, 1.0))
+        result: Floats = (count * own + _PRIOR_PROPOSALS * usual) / (count + _PRIOR_PROPOSALS)
         return result
 
     def _model_worth(self, i: int, slots: Ints, most: Ints, plain: StepShape, each: Floats) -> tuple[Floats, Ints]:
@@ -265,31 +275,34 @@ class Asking:
 
     # ── learning ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def observe_step(self, seconds: float, expected: float, goodput: float) -> None:
-        """A step that decoded took `seconds` instead of `expected`, and had so many times the plain goodput."""
+    def observe_step(self, seconds: float, expected: float, goodput: float, num_drafts: int) -> None:
+        """A step that decoded took `seconds` instead of `expected`, had so many times the plain goodput and verified so
+        many drafts."""
         self._credit = min(self._credit + _PROBE_SHARE * min(seconds, 3 * expected), _MOST_CREDIT * expected)
         self._advantage += 0.1 * (max(goodput, 1.0) - self._advantage)
+        self._num_drafts += 0.1 * (num_drafts - self._num_drafts)
 
     def asked(self, slot: int) -> int:
-        """The lookup that was asked for the request and whose gain is not known yet; -1 for none."""
+        """The lookup that was asked for the request and whose yield is not known yet; -1 for none."""
         return int(self._asked[slot])
 
-    def observe_gains(self, gains: Sequence[tuple[int, int, float]]) -> None:
-        """(lookup, slot, tokens gained) of requests that `asked` names one for."""
-        who, where, gained = zip(*gains, strict=True)
-        drafters, slots, values = np.array(who), np.array(where), np.array(gained)
+    def observe_yields(self, yields: Sequence[tuple[int, int, int, int]]) -> None:
+        """(lookup, slot, tokens accepted, tokens verified) of requests that `asked` names one for."""
+        seen = np.array(yields)
+        drafters, slots, values = seen[:, 0], seen[:, 1], seen[:, 2:].astype(np.float64)
         self._asked[slots] = -1
-        counts = self._gain_count[drafters, slots] + 1.0
-        self._gain_count[drafters, slots] = counts
-        self._gain[drafters, slots] += np.maximum(_GAIN_RATE, 1.0 / counts) * (values - self._gain[drafters, slots])
-        for i in set(who):
+        counts = self._yield_count[drafters, slots] + 1.0
+        self._yield_count[drafters, slots] = counts
+        rates = np.maximum(_YIELD_RATE, 1.0 / counts)[:, None]
+        self._yields[drafters, slots] += rates * (values - self._yields[drafters, slots])
+        for i in set(drafters.tolist()):
             # Later proposals would favour requests that are asked because they do well.
             first = values[(drafters == i) & (counts <= _FIRST_PROPOSALS)]
             if len(first):
                 self._mean_count[i] += len(first)
-                rate = min(1.0, max(len(first) / self._mean_count[i], 1 - (1 - _MEAN_GAIN_RATE) ** len(first)))
-                self._mean_gain[i] += rate * (float(first.mean()) - self._mean_gain[i])
-                self._mean_square[i] += rate * (float((first * first).mean()) - self._mean_square[i])
+                rate = min(1.0, max(len(first) / self._mean_count[i], 1 - (1 - _MEAN_RATE) ** len(first)))
+                self._mean_yield[i] += rate * (first.mean(axis=0) - self._mean_yield[i])
+                self._mean_square[i] += rate * (float((first[:, 0] ** 2).mean()) - self._mean_square[i])
 
     def observe_drafting(self, i: int, drafting: Drafting) -> None:
         calls = self._calls[i]
@@ -306,8 +319,8 @@ class Asking:
     def _grow(self, num_slots: int) -> None:
         missing = ((0, 0), (0, num_slots - len(self._asked)))
         self._acceptance.grow(num_slots)
-        self._gain = np.pad(self._gain, missing)
-        self._gain_count = np.pad(self._gain_count, missing)
+        self._yields = np.pad(self._yields, (*missing, (0, 0)))
+        self._yield_count = np.pad(self._yield_count, missing)
         self._read = np.pad(self._read, missing)
         self._wait = np.pad(self._wait, missing)
         self._next_probe = np.pad(self._next_probe, missing)

@@ -30,8 +30,6 @@ from sol.speculation.plan.types import Candidate, Drafter, Emission, StepShape
 
 _MARGIN: Final = 1.005
 """A step with drafts has to promise so many times the goodput of the plain one."""
-_LEAST_GAIN: Final = -0.5
-"""What one bad step counts as; how bad it was is a matter of acceptance, not of who is asked."""
 
 
 class GoodputController:
@@ -139,31 +137,28 @@ class GoodputController:
             return
         expected = self._costs.seconds(shape)
         num_drafts = sum(emission.num_draft_tokens for emission in emissions)
-        price = 0.0
-        """Tokens that verifying a draft cost"""
         goodput = 1.0
         if num_drafts:
             plain = self._costs.seconds(without_drafts(shape, num_drafts))
             num_new = sum(emission.num_new_tokens for emission in emissions)
-            price = max(0.0, num_new * (1.0 - plain / expected)) / num_drafts
             goodput = num_new / len(emissions) * plain / expected
-        self._asking.observe_step(seconds, expected, goodput)
-        self._observe_gains(emissions, price)
+        self._asking.observe_step(seconds, expected, goodput, num_drafts)
+        self._observe_yields(emissions)
         self._observe_drafts([emission for emission in emissions if emission.draft is not None])
 
-    def _observe_gains(self, emissions: Sequence[Emission], price: float) -> None:
-        """What each lookup that was asked gained its request, an empty proposal nothing."""
-        gains: list[tuple[int, int, float]] = []
+    def _observe_yields(self, emissions: Sequence[Emission]) -> None:
+        """What came of each lookup that was asked; an empty proposal yields nothing."""
+        yields: list[tuple[int, int, int, int]] = []
         for emission in emissions:
             slot = self._slots.get(emission.request_id)
             if slot is None or (asked := self._asking.asked(slot)) < 0:
                 continue
-            gain = 0.0
             if emission.drafter == self._drafters[asked]:
-                gain = max(emission.num_accepted_tokens - price * emission.num_draft_tokens, _LEAST_GAIN)
-            gains.append((asked, slot, gain))
-        if gains:
-            self._asking.observe_gains(gains)
+                yields.append((asked, slot, emission.num_accepted_tokens, emission.num_draft_tokens))
+            else:
+                yields.append((asked, slot, 0, 0))
+        if yields:
+            self._asking.observe_yields(yields)
 
     def _observe_drafts(self, emissions: Sequence[Emission]) -> None:
         """Which drafts were right: those that were verified up to the first wrong one, and the next one after them,
