@@ -41,18 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
-    if not config.speculative().drafters:
-        raise ConfigError(
-            "speculation is off: there is nothing to compare with plain decoding; leave out --speculation off",
-            param="speculation",
-        )
     if args.tolerance is not None and not (math.isfinite(args.tolerance) and args.tolerance >= 0.0):
         raise ConfigError(f"--tolerance must be a number of at least 0, not {args.tolerance}", param="tolerance")
 
     from sol.engine.process import ProcessClient
     from sol.progress import Progress
-    from sol.verification import run_checks
+    from sol.verification import run_checks, speculation_is_off
 
+    if not config.speculative().drafters:
+        raise speculation_is_off()  # before the model is fetched
     checks = _checks(config, args)
     report = run_checks(checks, ProcessClient, lambda total, heading: Progress(total, f"Verifying: {heading}"))
     if args.json:
@@ -141,10 +138,10 @@ def _print(report: Report, console: Console) -> None:
         ])  # fmt: skip
     for problem in report.problems:
         console.print(f"Problem: {problem}", style="red")
-    ties_text = f", {report.num_near_ties} near ties" if report.num_near_ties else ""
+    ties_text = f", {_several(report.num_near_ties, 'near tie')}" if report.num_near_ties else ""
     verdict = "Speculation changes nothing" if report.holds else "Not verified"
     console.print(
-        f"{verdict}: {report.num_tokens:,} tokens compared, {report.num_errors} errors{ties_text}, "
+        f"{verdict}: {report.num_tokens:,} tokens compared, {_several(report.num_errors, 'error')}{ties_text}, "
         f"in {report.seconds:.0f} s.",
         style="green" if report.holds else "red",
     )
@@ -171,3 +168,7 @@ def _accepted(accepted: int, drafted: int) -> str:
 
 def _token(token: int | None) -> str:
     return "the end" if token is None else str(token)
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -4,8 +4,8 @@
 torch unless tokens differ and somebody has to say why.
 """
 
-from sol.verification.checks import Checks, run_checks
+from sol.verification.checks import Checks, run_checks, speculation_is_off
 from sol.verification.prompts import Prompt, built_in_prompts, read_prompts
 from sol.verification.report import Report
 
-__all__ = ["Checks", "Prompt", "Report", "built_in_prompts", "read_prompts", "run_checks"]
+__all__ = ["Checks", "Prompt", "Report", "built_in_prompts", "read_prompts", "run_checks", "speculation_is_off"]

@@ -59,11 +59,11 @@ class Checks:
 
     @property
     def num_samples(self) -> int:
-        return 500 if self.quick else 2000
+        return 1000 if self.quick else 4000
 
     @property
     def law_seconds(self) -> float:
-        return 10.0 if self.quick else 60.0
+        return 10.0 if self.quick else 40.0
 
 
 class _Silent:
@@ -91,10 +91,7 @@ class _Run:
         self._checks, self._start, self._bars = checks, start, bars
         self._speculative = checks.config.speculative()
         if not self._speculative.drafters:
-            raise ConfigError(
-                "speculation is off: there is nothing to compare with plain decoding; leave out --speculation off",
-                param="speculation",
-            )
+            raise speculation_is_off()
         self._differences: list[equality.Open] = []
         self._report: Report | None = None
 
@@ -237,6 +234,13 @@ class _Run:
                 quick=self._checks.quick,
             )
         return self._report
+
+
+def speculation_is_off() -> ConfigError:
+    return ConfigError(
+        "speculation is off: there is nothing to compare with plain decoding; leave out --speculation off",
+        param="speculation",
+    )
 
 
 def _drafting_always(config: EngineConfig) -> EngineConfig:

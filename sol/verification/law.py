@@ -1,8 +1,10 @@
 """The law of sampled tokens against the model's own probabilities, which few tokens and a small top_k make countable.
 
-Samples are counted by their whole token sequence. Sequences that are expected less than five times are counted
-together. Two bounds hold at once: Pearson's χ², and the total variation distance, whose mean over samples of size N
-is at most Σ √(p(1-p) / 2πN) and which exceeds its mean by √(ln(1/δ) / 2N) with probability δ at most (McDiarmid).
+Samples are counted by their whole token sequence, and by each token and each pair of neighbours in it, where less noise
+hides what is wrong; what is expected less than five times is counted together. Two bounds hold at once: Pearson's χ² on
+all of these (after Bonferroni, times their number), and the total variation distance of sequences, whose mean over
+samples of size N is at most Σ √(p(1-p) / 2πN) and which exceeds its mean by √(ln(1/δ) / 2N) with probability δ at most
+(McDiarmid).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from sol.engine.types import SpeculationParams
@@ -24,6 +26,8 @@ TOP_K: Final = 3
 NUM_TOKENS: Final = 4
 TEMPERATURE: Final = 2.0
 """The prompt repeats itself, so that drafters draft, and the model is sure of what comes; this makes it less sure."""
+VIEWS: Final = (slice(None), *(slice(start, start + n) for n in (1, 2) for start in range(NUM_TOKENS + 1 - n)))
+"""Parts of a sequence that are counted"""
 SIGNIFICANCE: Final = 1e-6
 NUM_PREFIXES: Final = sum(TOP_K**length for length in range(NUM_TOKENS))
 _LEAST_EXPECTED: Final = 5.0
@@ -44,14 +48,16 @@ def check_law(
     result.num_samples = counts.total()
     observed, expected = merged(counts, law)
     result.num_cells = len(expected)
-    result.p_value = goodness_of_fit(observed, expected)
+    result.p_value = smallest_p_value(counts, law)
     result.distance, result.distance_bound = distance(observed, expected, SIGNIFICANCE)
     if not result.holds:
         # Other seeds: with the same ones, two samples of coupled sampling would be one.
         others = range(seed + num_samples, seed + num_samples + result.num_samples)
         plain = _sample(session, prompt, PLAIN, others, math.inf, None)
-        result.plain_p_value = goodness_of_fit(*merged(plain, law))
-        result.same_p_value = homogeneity(counts, plain)
+        result.plain_p_value = smallest_p_value(plain, law)
+        result.same_p_value = min(1.0, len(VIEWS) * min(
+            homogeneity(seen(counts, view), seen(plain, view)) for view in VIEWS
+        ))  # fmt: skip
     return result
 
 
@@ -97,10 +103,10 @@ def _sample(
     return counts
 
 
-def merged(counts: Mapping[Path, int], law: Mapping[Path, float]) -> tuple[list[int], list[float]]:
+def merged(counts: Mapping[Path, float], law: Mapping[Path, float]) -> tuple[list[float], list[float]]:
     """Observed and expected counts of the sequences that are expected often enough, and of all others together."""
     total = sum(counts.values())
-    observed: list[int] = []
+    observed: list[float] = []
     expected: list[float] = []
     for path, probability in sorted(law.items(), key=lambda item: -item[1]):
         # What is left for all others must be enough, too.
@@ -111,36 +117,44 @@ def merged(counts: Mapping[Path, int], law: Mapping[Path, float]) -> tuple[list[
     return [*observed, total - sum(observed)], [*expected, total - sum(expected)]
 
 
-def goodness_of_fit(observed: Sequence[int], expected: Sequence[float]) -> float:
+def seen(counts: Mapping[Path, float], view: slice) -> dict[Path, float]:
+    """Counts or probabilities by a part of the sequences."""
+    parts: dict[Path, float] = {}
+    for path, count in counts.items():
+        parts[path[view]] = parts.get(path[view], 0) + count
+    return parts
+
+
+def smallest_p_value(counts: Mapping[Path, int], law: Mapping[Path, float]) -> float:
+    """Of the χ² tests of all views, corrected for their number."""
+    tails = [goodness_of_fit(*merged(seen(counts, view), seen(law, view))) for view in VIEWS]
+    return min(1.0, len(VIEWS) * min(tails))
+
+
+def goodness_of_fit(observed: Sequence[float], expected: Sequence[float]) -> float:
     """The p-value of Pearson's χ² test."""
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
     return chi_square_tail(statistic, len(expected) - 1)
 
 
-def homogeneity(one: Counter[Path], other: Counter[Path]) -> float:
+def homogeneity(one: Mapping[Path, float], other: Mapping[Path, float]) -> float:
     """The p-value of the χ² test that two samples have one law."""
-    both = one + other
-    shares = [sample.total() / both.total() for sample in (one, other)]
-    rows = [
-        [sample[path] for sample in (one, other)]
-        for path, count in both.items()
-        if count * min(shares) >= _LEAST_EXPECTED
-    ]
-    rows.append([sample.total() - sum(column) for sample, column in zip((one, other), _columns(rows), strict=True)])
+    totals = [sum(sample.values()) for sample in (one, other)]
+    shares = [total / sum(totals) for total in totals]
+    rows = [[sample.get(path, 0.0) for sample in (one, other)] for path in one.keys() | other.keys()]
+    kept = [row for row in rows if sum(row) * min(shares) >= _LEAST_EXPECTED]
+    rest = [total - sum(row[side] for row in kept) for side, total in enumerate(totals)]
+    if sum(rest):
+        kept.append(rest)
     statistic = sum(
         (count - share * sum(row)) ** 2 / (share * sum(row))
-        for row in rows
-        if sum(row)
+        for row in kept
         for count, share in zip(row, shares, strict=True)
     )
-    return chi_square_tail(statistic, sum(1 for row in rows if sum(row)) - 1)
+    return chi_square_tail(statistic, len(kept) - 1)
 
 
-def _columns(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    return zip(*rows, strict=True) if rows else iter([(), ()])
-
-
-def distance(observed: Sequence[int], expected: Sequence[float], significance: float) -> tuple[float, float]:
+def distance(observed: Sequence[float], expected: Sequence[float], significance: float) -> tuple[float, float]:
     """Total variation between samples and law, and its bound."""
     total = sum(observed)
     found = 0.5 * sum(abs(o - e) for o, e in zip(observed, expected, strict=True)) / total

@@ -77,7 +77,7 @@ class Law:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     p_value: float = 1.0
-    """Of the χ² test: how probable a statistic as large is if the law is the model's"""
+    """Of the χ² tests of sequences, tokens and pairs: how probable one as bad is if the law is the model's"""
     significance: float = 0.0
     """Below it the test fails."""
     distance: float = 0.0
@@ -85,7 +85,7 @@ class Law:
     distance_bound: float = 0.0
     """What it exceeds by chance with probability `significance` at most"""
     plain_p_value: float | None = None
-    """The same test of plain decoding, run where speculation fails it …"""
+    """The same of plain decoding, run where speculation fails it …"""
     same_p_value: float | None = None
     """… and of both against each other: a device whose arithmetic differs from step to step fails the first two."""
 
@@ -154,7 +154,10 @@ class Report:
     def conclude(self) -> None:
         """Fill in `problems`."""
         if self.num_errors:
-            self.problems.append(f"{self.num_errors} answers differ from plain decoding's, and not by a near tie")
+            total = sum(cell.num_requests for cell in self.cells)
+            self.problems.append(
+                f"of {total:,} answers {self.num_errors:,} differ from plain decoding's, and not by a near tie"
+            )
         for name in self.drafters:
             if not any(cell.num_draft_tokens for cell in self.cells if cell.drafter == name):
                 self.problems.append(
@@ -162,7 +165,9 @@ class Report:
                     "for with --prompts"
                 )
             if failures := self.drafter_failures.get(name):
-                self.problems.append(f"{name} failed {failures} times; the engine's log says why")
+                self.problems.append(
+                    f"{name} failed while it drafted (failures: {failures}); the engine's log says why"
+                )
         if self.law is not None and not self.law.holds:
             self.problems.append(
                 f"sampled tokens do not follow the model's probabilities (χ² p = {self.law.p_value:.2g}, distance "

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 import torch
 from arbitrary_controller import ArbitraryController
-from tiny_models import make_llama
+from looping_llama import EOS, VOCAB, save_looping_llama
 
 from sol import assemble
 from sol.assemble import build_core
@@ -22,11 +22,7 @@ from sol.runner import drafters
 from sol.sampling_params import SamplingParams
 from sol.speculation.propose import Proposal, ProposalRow
 
-VOCAB: Final = 24
-"""So few kinds of tokens that even random text repeats itself, and who looks it up is sometimes right."""
-EOS: Final = 2
 BLOCK: Final = 4
-LAYERS: Final = 3
 MAX_TOKENS: Final = 32
 
 PROMPTS: Final = [[5, 6, 7, 8] * 5, [9], [(3 * i * i + i) % VOCAB for i in range(37)]]
@@ -124,17 +120,7 @@ def _request(one: Asked) -> EngineRequest:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose next token depends on the latest more than on all others: its text falls into loops."""
-    directory = tmp_path_factory.mktemp("looping_llama")
-    llama = make_llama(vocab_size=VOCAB, num_hidden_layers=LAYERS, max_position_embeddings=256)
-    with torch.no_grad():
-        for name, parameter in llama.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
-                parameter *= 0.3
-            if "lm_head" in name:
-                parameter *= 2.0
-    llama.save_pretrained(directory)
-    return directory
+    return save_looping_llama(tmp_path_factory.mktemp("looping_llama"))
 
 
 Engines = Callable[..., EngineCore]
