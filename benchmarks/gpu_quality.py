@@ -128,7 +128,7 @@ def main() -> int:
         "date": datetime.date.today().isoformat(),
         "card": torch.cuda.get_device_name() if device.type == "cuda" else "none",
         "versions": {"torch": torch.__version__},
-        "model": files.name,
+        "model": files.name if files.gguf is None else files.gguf.name,
         "bars": {"same_top_1": AGREEMENT, "largest_gap": GAP},
         "rows": rows,
     }
