@@ -41,7 +41,7 @@ from sol.speculation.config import VerifyMethod
 from sol.speculation.verify import VerifyRow, verify
 
 _Ints = npt.NDArray[np.int64]
-_Draft = Callable[[SchedulerOutput, StepOutput], None]
+_Draft = Callable[["_Step", StepOutput], None]
 
 UNKNOWN: Final = -1
 """In place of a token id or a block id: what the device has."""
@@ -103,7 +103,7 @@ class _Step:
     ) -> None:
         self.sampled = sampled
         self.output: StepOutput | None = None
-        self._plan = plan
+        self.plan = plan
         self._wait = wait
         self._draft = draft
 
@@ -125,8 +125,8 @@ class _Step:
             if chosen[0].logprobs is not None:
                 output.logprobs[one.request_id] = [token.logprobs for token in chosen if token.logprobs is not None]
         self.output = output
-        if self._plan.proposals:
-            self._draft(self._plan, output)
+        if self.plan.proposals:
+            self._draft(self, output)
         return output
 
 
@@ -172,7 +172,7 @@ class GpuRunner:
         """The largest steps there can be, once, before anybody waits: they must fit, and first calls are slow."""
         self._try(self._max_num_seqs, self._max_num_batched_tokens)
         if self._max_num_logits_rows > self._max_num_seqs:
-            plan = worst_drafts(self._max_num_seqs, self._max_num_logits_rows, self._block_size)
+            plan = worst_drafts(self._max_num_seqs, self._max_num_logits_rows, self._capacity, self._block_size)
             self.execute(plan)
             self.remove([new.request_id for new in plan.new_requests])
 
@@ -185,10 +185,14 @@ class GpuRunner:
                     self._try(num_requests, num_tokens * num_requests)
 
     def _try(self, num_requests: int, num_tokens: int) -> None:
-        capacity = min(self._max_model_len, (self._kv_cache.num_blocks - 1) * self._block_size)
-        plan = worst_case(num_requests, num_tokens, capacity, self._block_size)
+        plan = worst_case(num_requests, num_tokens, self._capacity, self._block_size)
         self.execute(plan)
         self.remove([new.request_id for new in plan.new_requests])
+
+    @property
+    def _capacity(self) -> int:
+        """Tokens of the longest request there can be"""
+        return min(self._max_model_len, (self._kv_cache.num_blocks - 1) * self._block_size)
 
     @torch.inference_mode()
     def capture(self, buckets: Sequence[int] | None = None) -> None:
@@ -398,18 +402,25 @@ class GpuRunner:
         )
         self._entries.last_token_ids.index_copy_(0, entries, token_ids)
 
-    def _draft(self, plan: SchedulerOutput, output: StepOutput) -> None:
-        """At the end of a step that has been read. Rows that left since are not drafted for."""
+    def _draft(self, step: _Step, output: StepOutput) -> None:
+        """At the end of a step that has been read. Rows that left since are not drafted for, nor are others that have
+        come under their names."""
         if self._drafters is None:
             return
-        wanted = {
-            name: one for name, one in plan.proposals.items() if name in output.sampled_token_ids and name in self._rows
+        proposals = step.plan.proposals
+        rows = {
+            one.request_id: one.row
+            for one in step.sampled
+            if one.request_id in proposals
+            and one.request_id in output.sampled_token_ids
+            and self._rows.get(one.request_id) is one.row
         }
-        rows = {name: self._rows[name].held.proposal_row(name, one.max_tokens) for name, one in wanted.items()}
-        answer = self._drafters.propose(wanted, rows)
+        wanted = {name: proposals[name] for name in rows}
+        asked = {name: row.held.proposal_row(name, wanted[name].max_tokens) for name, row in rows.items()}
+        answer = self._drafters.propose(wanted, asked)
         output.draftings = answer.draftings
         for request_id, (name, proposal) in answer.proposals.items():
-            self._rows[request_id].held.draft_probs = proposal.probs
+            rows[request_id].held.draft_probs = proposal.probs
             output.drafts[request_id] = as_draft(name, proposal)
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────

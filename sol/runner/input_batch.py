@@ -161,6 +161,11 @@ class InputBatch:
             rows.append(VerifyRow(held.row, draft, None if probs is None or not draft else probs[: len(draft)]))
         return rows
 
+    def drop_draft_probs(self, request_ids: Iterable[str]) -> None:
+        """Of drafts that are not verified: they are large, and no use any more."""
+        for request_id in request_ids:
+            self._requests[request_id].draft_probs = None
+
     def append(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Sampled tokens: the last one is the input of the request's next step."""
         self._requests[request_id].output_token_ids += token_ids

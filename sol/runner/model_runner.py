@@ -67,6 +67,7 @@ class ModelRunner:
         if plan.draft_token_ids:
             rows = self._batch.verify_rows(sampled, plan.draft_token_ids)
             return verify(logits, rows, self._verify_method)
+        self._batch.drop_draft_probs(sampled)
         return [[token] for token in sample(logits, self._batch.sampling_rows(sampled))]
 
     def _draft(self, plan: SchedulerOutput, result: StepOutput, drafters: Drafters) -> None:
@@ -122,27 +123,31 @@ def worst_case(max_num_seqs: int, max_num_batched_tokens: int, capacity: int, bl
     )
 
 
-def worst_drafts(max_num_seqs: int, max_num_logits_rows: int, block_size: int) -> SchedulerOutput:
-    """A step with as many rows of logits as there can be: of short requests that verify drafts, in the first blocks."""
-    num_drafts = max_num_logits_rows // max_num_seqs - 1
+def worst_drafts(max_num_seqs: int, max_num_logits_rows: int, capacity: int, block_size: int) -> SchedulerOutput:
+    """A step with as many rows of logits as there can be, of requests of at most `capacity` tokens.
+
+    They have one token each and verify drafts, in the cache's first blocks.
+    """
+    each, more = divmod(max_num_logits_rows, max_num_seqs)
+    counts = {f"worst-drafts-{i}": min(each + (i < more), capacity) for i in range(max_num_seqs)}
     requests = [
         NewRequestData(
-            request_id=f"worst-drafts-{index}",
+            request_id=name,
             token_ids=[0],
             num_prompt_tokens=1,
             num_computed_tokens=0,
-            block_ids=list(range(-(-(1 + num_drafts) // block_size))),
+            block_ids=list(range(-(-count // block_size))),
             params=SamplingParams(),
             seed=0,
             choice_index=0,
             eos_token_ids=[],
         )
-        for index in range(max_num_seqs)
+        for name, count in counts.items()
     ]
     return SchedulerOutput(
-        num_scheduled_tokens={r.request_id: 1 + num_drafts for r in requests},
+        num_scheduled_tokens=counts,
         new_requests=requests,
         cached_requests=[],
         removed_request_ids=[],
-        draft_token_ids={r.request_id: [0] * num_drafts for r in requests} if num_drafts else {},
+        draft_token_ids={name: [0] * (count - 1) for name, count in counts.items() if count > 1},
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,10 +25,11 @@ from sol.ops.reference import ReferenceOps
 from sol.runner.decode_graphs import LARGEST, decode_buckets
 from sol.runner.drafters import Drafters
 from sol.runner.gpu_runner import GpuRunner
-from sol.runner.model_runner import ModelRunner
+from sol.runner.model_runner import ModelRunner, worst_drafts
 from sol.runner.verify_graphs import Size, verify_buckets
 from sol.sampling_params import SamplingParams
 from sol.speculation.plan import FixedController
+from sol.speculation.propose import Proposal, ProposalRow
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE, LAYERS, BLOCK = 97, 32, 4, 2, 8, 2, 4
 CPU = torch.device("cpu")
@@ -223,6 +226,7 @@ def test_tokens_are_those_of_the_runner_that_waits(program: Program, seed: int, 
     # A cache of 30 blocks lets requests be preempted; alone, each has its own.
     core = make_core(runner, CONFIG, work_ahead, speculation)
     found = drive(core, requests, seed)
+    assert speculation is None or speculation.failure is None
     if drafting.startswith("always"):
         accepted = [o.speculation.drafters for outputs in found.values() for o in outputs if o.speculation]
         assert sum(counts.num_accepted_tokens for by_name in accepted for counts in by_name.values()) > 30
@@ -260,6 +264,54 @@ def test_the_worst_case_runs_and_leaves_nothing(program: Program) -> None:
     runner.run_worst_case()
     core = make_core(runner, CONFIG, 1)
     assert [o[-1].finish_reason for o in drive(core, make_requests(2, 3), 2).values()]
+
+
+@pytest.mark.parametrize(("seqs", "length", "blocks"), [(1, 8, 2), (3, 8, 2), (5, 64, 30)])
+def test_the_largest_verifying_step_is_one_that_there_can_be(
+    program: Program, seqs: int, length: int, blocks: int
+) -> None:
+    plan = worst_drafts(seqs, 17, length, BLOCK)
+    counts = plan.num_scheduled_tokens.values()
+    assert sum(counts) == min(17, seqs * length)
+    assert max(counts) <= length
+    config = replace(CONFIG, max_num_seqs=seqs, max_model_len=length, num_blocks=blocks)
+    gpu_runner(program, config, max_num_logits_rows=17).run_worst_case()
+
+
+def test_nobody_drafts_for_another_request_of_the_same_name(program: Program) -> None:
+    """A step is read while the next one is submitted, which has a new request under the name of one that left."""
+
+    class Watching(RecordedProposer):
+        def propose(self, rows: Sequence[ProposalRow]) -> list[Proposal]:
+            assert all(row.sampling.output_token_ids for row in rows), "nothing was emitted"
+            return super().propose(rows)
+
+    def request(name: str, prompt: list[int], **params: Any) -> EngineRequest:
+        return EngineRequest(
+            request_id=name, prompt_token_ids=prompt, params=SamplingParams(max_tokens=12, **params), seed=1
+        )
+
+    by_host = request("by host", [1, 2], logprobs=1)
+    first, second = request("same", [3, 4]), request("same", list(range(5, 25)))
+    known = {by_host.request_id: tokens(answer(program, by_host)), "same": tokens(answer(program, second))}
+    drafters = Drafters([Watching(known, VOCAB, right=0.8, seed=0)], vocab_size=VOCAB)
+    runner = gpu_runner(program, CONFIG, drafters=drafters)
+    controller = FixedController(["suffix"], 6)
+    core = make_core(runner, CONFIG, 1, Speculation(controller, num_speculative_tokens=6))
+    core.add([by_host, first])
+    core.step()
+    core.abort(["same"])
+    core.add([second])
+    outputs: dict[str, list[RequestOutput]] = {"by host": [], "same": []}
+    failed = 0
+    while core.has_work:
+        output = core.step()
+        failed += sum(stats.num_failures for stats in output.stats.drafters.values())
+        for one in output.outputs:
+            outputs[one.request_id].append(one)
+    assert not failed
+    assert [o.finish_reason for o in outputs["same"] if o.finish_reason] == ["abort", "length"]
+    assert {name: tokens(got) for name, got in outputs.items()} == known
 
 
 def test_sizes_of_graphs_that_verify() -> None:
