@@ -204,7 +204,7 @@ def answer(program: Program, request: EngineRequest) -> list[RequestOutput]:
     return outputs
 
 
-@pytest.mark.parametrize("drafting", ["never", "arbitrary", "always"])
+@pytest.mark.parametrize("drafting", ["never", "arbitrary", "always graphs"])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("work_ahead", [0, 1])
 def test_tokens_are_those_of_the_runner_that_waits(program: Program, seed: int, work_ahead: int, drafting: str) -> None:
