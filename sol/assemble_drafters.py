@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from sol.config import EngineConfig
-from sol.errors import ConfigError
+from sol.errors import ConfigError, TokenizerError
 from sol.models.checkpoint import Checkpoint, open_checkpoint
 from sol.models.config import ModelConfig, load_model_config
 from sol.models.dummy_checkpoint import parameter_shapes
@@ -198,7 +198,10 @@ def _plan_draft_model(
     progress: bool,
 ) -> DraftModelPlan:
     assert speculative.model is not None, "speculative_config() sees to it"
-    files = resolve(speculative.model, load_format=config.load_format, progress=progress)
+    # A format that was asked for is the target's; random weights are for both.
+    files = resolve(
+        speculative.model, load_format="dummy" if config.load_format == "dummy" else "auto", progress=progress
+    )
     model = load_model_config(files)
     quantized = config.dtype == "auto" and model.quantization is not None
     return DraftModelPlan(
@@ -279,13 +282,17 @@ def _carried_over(vocabulary: VocabularyMap, max_num_seqs: int) -> int:
 
 
 def _vocabulary(target: ModelFiles, draft: ModelFiles, target_size: int, draft_size: int) -> VocabularyMap:
-    """Raises `ConfigError`, `TokenizerError`."""
+    """Raises `ConfigError`."""
     from sol.text.tokenizer import Tokenizer  # who has no draft model needs no tokenizer in this process
 
     def table(files: ModelFiles) -> TokenTable | None:
         if files.gguf is None and files.tokenizer_json is None:
             return None
-        tokenizer = Tokenizer.from_files(files)
+        try:
+            tokenizer = Tokenizer.from_files(files)
+        except TokenizerError as error:  # a target whose requests come as token ids need not have one
+            logger.warning("%s: its tokenizer tells nothing about the draft model's tokens: %s", files.name, error)
+            return None
         plain: dict[int, bytes] = {}
         special: dict[int, str] = {}
         for token_id in range(tokenizer.vocab_size):

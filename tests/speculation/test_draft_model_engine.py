@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import TinyLlama, save_llama
+from tiny_models import GGUFOptions, TinyLlama, gguf_name, make_llama, save_llama, write_gguf
 
 from sol import LLM, SamplingParams
 from sol.assemble import plan
@@ -133,6 +133,19 @@ def test_preempted_requests_and_prefix_hits(
     for _ in range(2):
         for params, answers in zip(PARAMS, expected, strict=True):
             assert same_tokens(generated(llm, params), answers)
+
+
+def test_formats_may_differ(target: str, drafts: dict[str, str], tmp_path: Path) -> None:
+    """A quantised GGUF file, asked for as such and without a tokenizer that Sol knows, and float weights that draft."""
+    model = make_llama(**SHAPE)
+    names = [gguf_name(name) for name, value in model.named_parameters() if ".mlp." in name and value.dim() == 2]
+    write_gguf(tmp_path / "model.gguf", model, GGUFOptions(quantization=dict.fromkeys(names, "Q8_0")))
+    quantised = str(tmp_path / "model.gguf")
+    plain = generated(LLM(quantised, speculation="off", **OPTIONS), PARAMS[0])
+    llm = speculating(quantised, method="draft_model", model=drafts["itself"], options={"load_format": "gguf"})
+    found = generated(llm, PARAMS[0])
+    assert same_tokens(found, plain)
+    assert acceptance(found, "draft_model") > 0.7
 
 
 def test_requests_outgrow_the_draft_models_context(
