@@ -271,6 +271,7 @@ def _controller(settled: EnginePlan, memory: MemoryPlan, runner: ModelRunner | G
         num_blocks=memory.num_blocks,
         block_size=memory.block_size,
         max_model_len=memory.max_model_len,
+        max_num_logits_rows=settled.max_num_logits_rows,
         seconds=_MEASURING_SECONDS,
     )
     make = FixedController if speculative.controller == "fixed" else GoodputController

@@ -117,6 +117,7 @@ class _Step:
             chosen = one.choose(tokens)
             if chosen[0].error is not None:
                 output.errors[one.request_id] = chosen[0].error
+                one.row.num_planned_tokens -= one.num_tokens
                 continue
             token_ids = [token.token_id for token in chosen]
             one.row.held.output_token_ids += token_ids

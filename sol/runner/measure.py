@@ -31,14 +31,15 @@ def measure_steps(
     num_blocks: int,
     block_size: int,
     max_model_len: int,
+    max_num_logits_rows: int,
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[StepShape, float]]:
     """Seconds of steps of these shapes, in their order, until `seconds` are over.
 
     Each request of a shape has the same number of tokens, all but one of them drafts, and of context. What their KV
-    cache holds does not matter; shapes that it has no room for, or that would outgrow the model's length while they are
-    repeated, are left out.
+    cache holds does not matter. Left out are shapes that it has no room for, that would outgrow the model's length
+    while they are repeated, or that have more rows of logits than memory was planned for.
     """
     measured: list[tuple[StepShape, float]] = []
     began = clock()
@@ -46,7 +47,7 @@ def measure_steps(
         if len(measured) >= _LEAST and clock() - began > seconds:
             break
         requests = _Requests(shape, num_blocks, block_size, max_model_len)
-        if not requests.fit:
+        if not requests.fit or shape.num_logits_rows > max_num_logits_rows:
             continue
         requests.advance(runner.execute(requests.first()))
         took = []

@@ -119,7 +119,7 @@ def drafted(scheduler: Scheduler, names: Sequence[str], sampled: bool = False) -
     scheduler.update_from_output(result)
 
 
-def ahead(names: Sequence[str], sampled: bool = False, **changes: int) -> SchedulerOutput | None:
+def ahead(names: Sequence[str], sampled: bool = False, **changes: Any) -> SchedulerOutput | None:
     """The plan behind a step under way of requests that all have drafts for tokens after it."""
     config = make_config(max_num_seqs=16, num_blocks=128, **changes)
     speculation = Speculation(FixedController(["suffix"], 8), num_speculative_tokens=8)
