@@ -50,6 +50,8 @@ _MEAN_PRIOR: Final = 8.0
 """As if so many proposals had gained nothing"""
 _FIRST_PROPOSALS: Final = 48
 _PRIOR_PROPOSALS: Final = 8.0
+_MEMORY_TOKENS: Final = 48.0
+"""What a request yielded so many of its tokens ago says little of what it yields by now."""
 _CAUTION, _MEAN_CAUTION = 0.25, 1.0
 """Standard errors that yields are taken to be smaller than they were seen to be: of a request, of all"""
 _LEAST_TRUST: Final = 0.05
@@ -85,6 +87,10 @@ class Asking:
         self._mean_square = [1.0] * len(drafters)
         """Of accepted tokens"""
         self._mean_count = [_MEAN_PRIOR] * len(drafters)
+        self._drafting_seconds = 0.0
+        """Since the last step"""
+        self.latest_drafting_seconds = 0.0
+        """Beside the last step that decoded"""
         self._num_drafts = 0.0
         """That recent steps verified"""
         self._read = np.zeros(shape, dtype=np.int64)
@@ -141,7 +147,7 @@ class Asking:
                 np.minimum(unread, _FRESH_TOKENS) + np.maximum(unread - _FRESH_TOKENS, 0) / _HORIZON
             )
             if self._is_lookup[i]:
-                net, lengths = self._gain(i, slots, draft_price) - rate * each, most
+                net, lengths = self._gain(i, slots, unread, draft_price) - rate * each, most
             else:
                 net, lengths = self._model_worth(i, slots, most, plain, each)
             worth = net > 0
@@ -160,7 +166,7 @@ class Asking:
             return [None] * rows
         return self._plans_of(slots, lookup, model, num_tokens)
 
-    def _gain(self, i: int, slots: Ints, draft_price: float) -> Floats:
+    def _gain(self, i: int, slots: Ints, unread: Ints, draft_price: float) -> Floats:
         """Tokens that a proposal of a lookup gains, on the cautious side: yields are many small ones and a few large
         ones, and who was lucky is not yet who is worth it. Where asking is cheap, caution only turns proposals into
         probes."""
@@ -169,6 +175,7 @@ class Asking:
         known = min(self._mean_count[i], 1.0 / _MEAN_RATE)
         usual = accepted - draft_price * verified - _MEAN_CAUTION * spread / math.sqrt(known)
         count = np.minimum(self._yield_count[i, slots], 1.0 / _YIELD_RATE)
+        count *= np.exp(unread / -_MEMORY_TOKENS)
         yields = self._yields[i, slots]
         own = yields[:, 0] - draft_price * yields[:, 1] - _CAUTION * spread / np.sqrt(np.maximum(count, 1.0))
         result: Floats = (count * own + _PRIOR_PROPOSALS * usual) / (count + _PRIOR_PROPOSALS)
@@ -275,9 +282,13 @@ class Asking:
 
     # ── learning ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def observe_step(self, seconds: float, expected: float, goodput: float, num_drafts: int) -> None:
-        """A step that decoded took `seconds` instead of `expected`, had so many times the plain goodput and verified so
-        many drafts."""
+    def observe_step(
+        self, seconds: float, expected: float, plain: float, mean_new_tokens: float, num_drafts: int
+    ) -> None:
+        """A step that decoded took `seconds` instead of `expected`, or of `plain` without its drafts."""
+        drafting, self._drafting_seconds = self._drafting_seconds, 0.0
+        self.latest_drafting_seconds = drafting
+        goodput = mean_new_tokens * plain / (expected + drafting)
         self._credit = min(self._credit + _PROBE_SHARE * min(seconds, 3 * expected), _MOST_CREDIT * expected)
         self._advantage += 0.1 * (max(goodput, 1.0) - self._advantage)
         self._num_drafts += 0.1 * (num_drafts - self._num_drafts)
@@ -311,6 +322,7 @@ class Asking:
             self._absent_until[i] = self._step + self._retry_after[i]
             self._retry_after[i] = min(2 * self._retry_after[i], _LAST_RETRY)
             return
+        self._drafting_seconds += drafting.seconds
         self._retry_after[i] = _FIRST_RETRY
         # Some of those who were to be asked may have failed in the step, or been content with the first drafter.
         num_unread = num_unread * drafting.num_requests // max(num_requests, 1)

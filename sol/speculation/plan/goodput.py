@@ -105,7 +105,8 @@ class GoodputController:
         if shape.num_tokens > rows:
             # Chunks of prompts take their time either way: tokens are worth what they are worth in a step without.
             seconds = seconds - (seconds[0] - min(self._costs.seconds(decoding_only(shape, rows)), seconds[0]))
-        goodputs = (rows + accepted) / seconds
+        # The drafts have been paid for, but goodput is a matter of the whole round: it makes time a little cheaper.
+        goodputs = (rows + accepted) / (seconds + self._asking.latest_drafting_seconds)
         best = int(np.argmax(goodputs))
         if goodputs[best] < _MARGIN * goodputs[0]:
             return [0] * len(candidates)
@@ -137,12 +138,9 @@ class GoodputController:
             return
         expected = self._costs.seconds(shape)
         num_drafts = sum(emission.num_draft_tokens for emission in emissions)
-        goodput = 1.0
-        if num_drafts:
-            plain = self._costs.seconds(without_drafts(shape, num_drafts))
-            num_new = sum(emission.num_new_tokens for emission in emissions)
-            goodput = num_new / len(emissions) * plain / expected
-        self._asking.observe_step(seconds, expected, goodput, num_drafts)
+        num_new = sum(emission.num_new_tokens for emission in emissions)
+        plain = self._costs.seconds(without_drafts(shape, num_drafts)) if num_drafts else expected
+        self._asking.observe_step(seconds, expected, plain, num_new / len(emissions), num_drafts)
         self._observe_yields(emissions)
         self._observe_drafts([emission for emission in emissions if emission.draft is not None])
 
