@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import torch
-from gpu_model import BLOCK_SIZE, DecodeBatch, Shape, make_program
+from gpu_model import BLOCK_SIZE, SMALL, DecodeBatch, Shape, make_program
 
 from sol.ops import Dense, KVCache, Linear, Norm, Program, RaggedBatch, run
+from sol.ops.gpu import attention
+from sol.ops.gpu.launch import num_processors
 from sol.ops.gpu.ops import GpuOps
 from sol.ops.program import AttentionInput, MlpInput, PagedAttention, ProjectResidual
 from sol.ops.reference import ReferenceOps
@@ -79,9 +83,10 @@ def check(add: Callable[..., None], shape: Shape, device: torch.device, part: st
         if not on_cpu:
             _projections(result, shape, device, torch.bfloat16, (1, 6, 16, 17, 40, 64, 100))
     elif part == "attention":
-        sizes = ((16, 4, 2),) if on_cpu else ((128, 32, 8), (64, 9, 3), (80, 32, 1), (256, 16, 8))
+        small = shape is SMALL
+        sizes = ((16, 4, 2), (64, 6, 2)) if small else ((128, 32, 8), (64, 9, 3), (80, 32, 1), (256, 16, 8))
         for size, heads, kv_heads in sizes:
-            _attention(result, replace(shape, layers=1, size=size, heads=heads, kv_heads=kv_heads), device, on_cpu)
+            _attention(result, replace(shape, layers=1, size=size, heads=heads, kv_heads=kv_heads), device, small)
     else:
         _same_bits(result, shape, device)
     return result.failed
@@ -141,13 +146,18 @@ def _attention(result: Check, shape: Shape, device: torch.device, small: bool) -
         dtype = program.final_norm.weight.dtype
         data = torch.randn(1, 2, blocks, BLOCK_SIZE, shape.kv_heads, shape.size, device=device).to(dtype)
         q = torch.randn(sum(query_lens), shape.heads, shape.size, device=device).to(dtype)
-        for window, softcap in ((None, None), (100, 2.0)):
+        # One multiprocessor has large tiles for its prompts, and whole contexts of its requests.
+        processors = (num_processors(device), 1) if small else (num_processors(device),)
+        for (window, softcap), count in itertools.product(((None, None), (100, 2.0)), processors):
             op = PagedAttention(layer=0, scale=shape.size**-0.5, window=window, softcap=softcap)
             cache, twin = KVCache(data), KVCache(data.float())
-            found = ops.paged_attention(q, op, ops.prepare(program, batch, cache))
+            with mock.patch.object(attention, "num_processors", return_value=count):
+                found = ops.paged_attention(q, op, ops.prepare(program, batch, cache))
             plan = REFERENCE.prepare(_widened(program), batch, twin)
             expected = REFERENCE.paged_attention(q.float(), op, plan)
             where = f"{shape.heads}/{shape.kv_heads} heads of {shape.size}, window {window}, softcap {softcap}"
+            if small:
+                where += f", {count} processors"
             result.close(f"attention[{name}, {where}]", found, expected)
 
 
