@@ -27,14 +27,16 @@ def command_flags(command: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "pull", "doctor"])
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "pull", "doctor", "verify"])
 def test_every_flag_is_documented(command: str) -> None:
     undocumented = {flag for flag in command_flags(command) if f"`{flag}`" not in SERVE_PAGE}
     assert undocumented == {"--help"}
 
 
 def test_every_documented_flag_exists() -> None:
-    known = set().union(*(command_flags(command) for command in ("serve", "generate", "chat", "pull", "doctor")))
+    known = set().union(
+        *(command_flags(command) for command in ("serve", "generate", "chat", "pull", "doctor", "verify"))
+    )
     assert set(re.findall(r"`(--[a-z-]+)`", SERVE_PAGE)) <= known
 
 

@@ -30,11 +30,11 @@ def test_help_names_every_command_and_loads_nothing() -> None:
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
     )
     assert done.returncode == 0, done.stderr
-    for command in ("serve", "generate", "chat", "pull", "doctor"):
+    for command in ("serve", "generate", "chat", "pull", "doctor", "verify"):
         assert f"\n    {command} " in done.stdout
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "pull", "doctor"])
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "pull", "doctor", "verify"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([command, "--help"])
