@@ -284,7 +284,7 @@ def test_measured_block_sizes_are_one_for_a_class_of_token_counts() -> None:
     assert measured[0] != linear_config(4096, 4096, 1, 2, False)
 
 
-@pytest.mark.parametrize(("tokens", "kernels"), [(64, 2), (65, 1), (100, 1), (128, 1), (129, 0)])
+@pytest.mark.parametrize(("tokens", "kernels"), [(65, 1), (128, 1), (129, 0)])
 def test_of_more_tokens_only_measured_matrices_are_fused(
     tokens: int, kernels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
