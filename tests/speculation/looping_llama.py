@@ -12,10 +12,10 @@ VOCAB: Final = 24
 EOS: Final = 2
 
 
-def save_looping_llama(directory: Path) -> Path:
+def save_looping_llama(directory: Path, *, max_position_embeddings: int = 256) -> Path:
     """The next token depends on the latest more than on all others: greedy text falls into loops, and so few kinds of
     tokens repeat themselves by chance."""
-    llama = make_llama(vocab_size=VOCAB, num_hidden_layers=3, max_position_embeddings=256)
+    llama = make_llama(vocab_size=VOCAB, num_hidden_layers=3, max_position_embeddings=max_position_embeddings)
     with torch.no_grad():
         for name, parameter in llama.named_parameters():
             if "o_proj" in name or "down_proj" in name:

@@ -281,6 +281,18 @@ def test_up_to_the_model_s_length(engine: Engines, drafter: str) -> None:
     assert run.failures == 0
 
 
+def test_past_the_length_of_the_draft_model(engine: Engines, tmp_path: Path) -> None:
+    short = save_looping_llama(tmp_path / "short", max_position_embeddings=48)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    wanted = [Asked(f"prompt of {len(prompt)}", prompt, params) for prompt in (PROMPTS[0], PROMPTS[2], PROMPTS[0] * 3)]
+    options = {"method": "draft_model", "model": str(short), "controller": "fixed", "num_speculative_tokens": 5}
+    run = Run(engine(fresh=True, speculation="auto", speculative_config=options), wanted)
+    assert run.answers == Run(engine(), wanted).answers
+    assert run.failures == 0
+    accepted = [run.answers[one.name].num_accepted for one in wanted]
+    assert accepted[0] > accepted[1] > accepted[2] == 0, "as far as the draft model reaches"
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_choices_of_one_request(engine: Engines, drafter: str) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, ignore_eos=True)
