@@ -292,6 +292,7 @@ def main() -> None:
         dtype="bfloat16",
         gpu_memory_utilization=0.9,
         enable_prefix_caching=False,
+        speculation="off",  # a step is one token of each stream
     )
     core = build_core(config, progress=False)
     startup = time.perf_counter() - begin
