@@ -38,7 +38,7 @@ CONTEXTS = (128, 1024)
 """The second one for few requests only: it is where the price of context comes from."""
 MOST_TOKENS = 512
 CHUNKS = (32, 128)
-ROUNDS = 5
+ROUNDS = 3
 
 
 class Noise:

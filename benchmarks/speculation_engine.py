@@ -35,7 +35,8 @@ MOST_TOKENS_A_STEP: Final = 16_384
 VOCAB_SIZE: Final = 100_000
 PROPOSERS: Final[dict[str, Callable[[], Proposer]]] = {
     "ngram": lambda: NgramProposer(prompt_lookup_min=2, prompt_lookup_max=5),
-    "suffix": SuffixProposer,
+    # Long drafts of little promise too: how many of them are verified is for the controller to say.
+    "suffix": lambda: SuffixProposer(max_spec_factor=8.0, min_token_prob=0.05),
 }
 
 

@@ -25,7 +25,7 @@ _LEAST_SCORE, _MOST_SCORE = 0.005, 0.995
 _UNSCORED_LOG_ODDS: Final = 0.4
 _BIN_PRECISION, _MOST_BIN_PRECISION = 1.0, 200.0
 _POSITION_PRECISION, _MOST_POSITION_PRECISION = 8.0, 200.0
-_REQUEST_PRECISION, _MOST_REQUEST_PRECISION = 2.0, 30.0
+_REQUEST_PRECISION, _MOST_REQUEST_PRECISION = 6.0, 40.0
 _LARGEST_MOVE: Final = 1.5
 """Of log-odds in one update: Newton's step on a logistic likelihood overshoots where all observations surprise."""
 

@@ -12,6 +12,7 @@ is bounded as well: where a try is cheap compared with a step, it is made at eve
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -44,10 +45,12 @@ _HORIZON: Final = 96
 """Proposals over which what a drafter has to read first (a prompt) is spread"""
 _FRESH_TOKENS: Final = 4
 """What a request gains between two proposals, at a guess: that much is read anew for each"""
-_YIELD_RATE: Final = 0.06
+_GAIN_RATE: Final = 0.06
 _MEAN_RATE: Final = 0.002
 _MEAN_PRIOR: Final = 8.0
 """As if so many proposals had gained nothing"""
+_PRICES: Final = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Of verifying a draft, in tokens, for which gains are kept: prices change with the batch and with who else drafts."""
 _FIRST_PROPOSALS: Final = 48
 _PRIOR_PROPOSALS: Final = 8.0
 _MEMORY_TOKENS: Final = 48.0
@@ -80,12 +83,13 @@ class Asking:
         self._absent_until = [0] * len(drafters)
         self._retry_after = [_FIRST_RETRY] * len(drafters)
         shape = (len(drafters), 0)
-        self._yields = np.zeros((*shape, 2))
-        """[drafter, slot] of a lookup's proposals: accepted and verified tokens"""
-        self._yield_count = np.zeros(shape)
-        self._mean_yield = np.zeros((len(drafters), 2))
-        self._mean_square = [1.0] * len(drafters)
-        """Of accepted tokens"""
+        self._gains = np.zeros((*shape, len(_PRICES)))
+        """[drafter, slot, price] tokens that a lookup's proposal gains where verifying one of them costs `_PRICES`"""
+        self._gain_count = np.zeros(shape)
+        self._mean_gain = np.zeros((len(drafters), len(_PRICES)))
+        self._mean_square = np.ones((len(drafters), len(_PRICES)))
+        self._at_hand = np.zeros((0, len(_PRICES)))
+        """[slot, price] of the drafts that are at hand"""
         self._mean_count = [_MEAN_PRIOR] * len(drafters)
         self._drafting_seconds = 0.0
         """Since the last step"""
@@ -111,8 +115,9 @@ class Asking:
         """The slot is a new request's."""
         if slot >= len(self._asked):
             self._grow(max(16, 2 * slot))
-        self._yields[:, slot] = 0.0
-        self._yield_count[:, slot] = 0.0
+        self._gains[:, slot] = 0.0
+        self._gain_count[:, slot] = 0.0
+        self._at_hand[slot] = 0.0
         self._read[:, slot] = 0
         self._wait[:, slot] = 1
         self._next_probe[:, slot] = self._step
@@ -167,17 +172,23 @@ class Asking:
         return self._plans_of(slots, lookup, model, num_tokens)
 
     def _gain(self, i: int, slots: Ints, unread: Ints, draft_price: float) -> Floats:
-        """Tokens that a proposal of a lookup gains, on the cautious side: yields are many small ones and a few large
+        """Tokens that a proposal of a lookup gains, on the cautious side: gains are many small ones and a few large
         ones, and who was lucky is not yet who is worth it. Where asking is cheap, caution only turns proposals into
         probes."""
-        accepted, verified = self._mean_yield[i].tolist()
-        spread = math.sqrt(max(self._mean_square[i] - accepted * accepted, 0.0))
-        known = min(self._mean_count[i], 1.0 / _MEAN_RATE)
-        usual = accepted - draft_price * verified - _MEAN_CAUTION * spread / math.sqrt(known)
-        count = np.minimum(self._yield_count[i, slots], 1.0 / _YIELD_RATE)
+        price = min(max(draft_price, _PRICES[0]), _PRICES[-1])
+        above = max(bisect.bisect_left(_PRICES, price), 1)
+        share = (price - _PRICES[above - 1]) / (_PRICES[above] - _PRICES[above - 1])
+
+        def at_price(values: Floats) -> Floats:
+            result: Floats = (1.0 - share) * values[..., above - 1] + share * values[..., above]
+            return result
+
+        mean = float(at_price(self._mean_gain[i]))
+        spread = math.sqrt(max(float(at_price(self._mean_square[i])) - mean * mean, 0.0))
+        usual = mean - _MEAN_CAUTION * spread / math.sqrt(min(self._mean_count[i], 1.0 / _MEAN_RATE))
+        count = np.minimum(self._gain_count[i, slots], 1.0 / _GAIN_RATE)
         count *= np.exp(unread / -_MEMORY_TOKENS)
-        yields = self._yields[i, slots]
-        own = yields[:, 0] - draft_price * yields[:, 1] - _CAUTION * spread / np.sqrt(np.maximum(count, 1.0))
+        own = at_price(self._gains[i, slots]) - _CAUTION * spread / np.sqrt(np.maximum(count, 1.0))
         result: Floats = (count * own + _PRIOR_PROPOSALS * usual) / (count + _PRIOR_PROPOSALS)
         return result
 
@@ -293,27 +304,34 @@ class Asking:
         self._advantage += 0.1 * (max(goodput, 1.0) - self._advantage)
         self._num_drafts += 0.1 * (num_drafts - self._num_drafts)
 
-    def asked(self, slot: int) -> int:
-        """The lookup that was asked for the request and whose yield is not known yet; -1 for none."""
-        return int(self._asked[slot])
+    def observe_survivals(self, slots: Ints, survivals: Floats, starts: Ints) -> None:
+        """How probable each of the drafts that are at hand is to come out, in one flat list that has those of each slot
+        from `starts` on."""
+        surplus = np.maximum(survivals[:, None] - np.array(_PRICES), 0.0)
+        self._at_hand[slots] = np.add.reduceat(surplus, starts, axis=0)
 
-    def observe_yields(self, yields: Sequence[tuple[int, int, int, int]]) -> None:
-        """(lookup, slot, tokens accepted, tokens verified) of requests that `asked` names one for."""
-        seen = np.array(yields)
-        drafters, slots, values = seen[:, 0], seen[:, 1], seen[:, 2:].astype(np.float64)
+    def observe_emissions(self, slots: Ints, have_drafts: Bools) -> None:
+        """Requests that have just decoded, and which of them had drafts at hand: what asking a lookup has gained."""
+        drafters = self._asked[slots]
+        known = drafters >= 0
+        if not known.any():
+            return
+        values = np.where(have_drafts[:, None], self._at_hand[slots], 0.0)[known]
+        slots, drafters = slots[known], drafters[known]
         self._asked[slots] = -1
-        counts = self._yield_count[drafters, slots] + 1.0
-        self._yield_count[drafters, slots] = counts
-        rates = np.maximum(_YIELD_RATE, 1.0 / counts)[:, None]
-        self._yields[drafters, slots] += rates * (values - self._yields[drafters, slots])
+        self._at_hand[slots] = 0.0
+        counts = self._gain_count[drafters, slots] + 1.0
+        self._gain_count[drafters, slots] = counts
+        rates = np.maximum(_GAIN_RATE, 1.0 / counts)[:, None]
+        self._gains[drafters, slots] += rates * (values - self._gains[drafters, slots])
         for i in set(drafters.tolist()):
             # Later proposals would favour requests that are asked because they do well.
             first = values[(drafters == i) & (counts <= _FIRST_PROPOSALS)]
             if len(first):
                 self._mean_count[i] += len(first)
                 rate = min(1.0, max(len(first) / self._mean_count[i], 1 - (1 - _MEAN_RATE) ** len(first)))
-                self._mean_yield[i] += rate * (first.mean(axis=0) - self._mean_yield[i])
-                self._mean_square[i] += rate * (float((first[:, 0] ** 2).mean()) - self._mean_square[i])
+                self._mean_gain[i] += rate * (first.mean(axis=0) - self._mean_gain[i])
+                self._mean_square[i] += rate * ((first**2).mean(axis=0) - self._mean_square[i])
 
     def observe_drafting(self, i: int, drafting: Drafting) -> None:
         calls = self._calls[i]
@@ -331,8 +349,9 @@ class Asking:
     def _grow(self, num_slots: int) -> None:
         missing = ((0, 0), (0, num_slots - len(self._asked)))
         self._acceptance.grow(num_slots)
-        self._yields = np.pad(self._yields, (*missing, (0, 0)))
-        self._yield_count = np.pad(self._yield_count, missing)
+        self._gains = np.pad(self._gains, (*missing, (0, 0)))
+        self._gain_count = np.pad(self._gain_count, missing)
+        self._at_hand = np.pad(self._at_hand, (missing[1], (0, 0)))
         self._read = np.pad(self._read, missing)
         self._wait = np.pad(self._wait, missing)
         self._next_probe = np.pad(self._next_probe, missing)

@@ -1,12 +1,12 @@
 """How long things take: the target's steps by their shape, and each drafter's calls.
 
 A step's time is a sum of what its tokens cost (a curve that never falls: flat while weights are read from memory, then
-linear, with stairs where a kernel's tiles are), and of shares for each request, each row of logits and each token of
-context. The sum is fitted to steps measured at start-up. Running steps then correct it by factors: one for everything,
-which follows a machine that slows down or speeds up within a few steps, and slow ones for numbers of tokens and of
-requests, which mend what the fit got wrong. Factors are tracked in the logarithm by scalar Kalman filters, and an
-observation moves them by three standard deviations at most: a garbage collection or a neighbour's burst is one step's
-noise, not a new price.
+linear, with stairs where a kernel's tiles are), and of shares for each request, each row of logits, each token of
+context and each token of a prompt. The sum is fitted to steps measured at start-up. Running steps then correct it by
+factors: one for everything, which follows a machine that slows down or speeds up within a few steps, and slow ones for
+numbers of tokens and of requests, which mend what the fit got wrong. Factors are tracked in the logarithm by scalar
+Kalman filters, and an observation moves them by three standard deviations at most: a garbage collection or a
+neighbour's burst is one step's noise, not a new price.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _KNOTS_PER_OCTAVE: Final = 4
 _SCALE_SD, _SCALE_DRIFT = 0.1, 0.01
 _LOCAL_SD, _LOCAL_DRIFT = 0.1, 0.002
 _NOISE_SD, _LEAST_NOISE_SD, _MOST_NOISE_SD = 0.05, 0.005, 0.3
-_PROMPTS_SD, _PROMPTS_DRIFT, _PROMPTS_NOISE_SD = 0.7, 0.02, 0.2
 _FEW_PROMPTS: Final = 0.1
 """Share of a step's tokens"""
+_PROMPT_RATE: Final = 0.1
 _MAX_DEVIATIONS: Final = 3.0
 
 
@@ -70,9 +70,9 @@ def shapes_to_measure(
         if tokens <= most:
             want(requests, tokens, context)
     want(4, 1, 1024)
-    for requests in (64, 128, 256, max_num_seqs):
-        for tokens in (1, 3, most):
-            if tokens <= most:
+    for requests in (64, 128, 256, max_num_seqs, max_num_seqs // 2):
+        for tokens in (1, 3, 5, 8, most):
+            if requests >= 1 and tokens <= most:
                 want(requests, tokens, context)
     return list(shapes.values())
 
@@ -95,28 +95,32 @@ class CostModel:
         self._scale = 0.0
         self._scale_variance = _SCALE_SD**2 if measured else 100.0
         self._noise_variance = _NOISE_SD**2
-        self._prompts = 0.0
-        """What prompts do to a step that consists of nothing else: no logits, another kind of attention"""
-        self._prompts_variance = _PROMPTS_SD**2
+        largest = max((shape.num_tokens for shape, _ in measured), default=_TYPICAL[-1][0])
+        self._per_prompt_token = float(self._per_token[largest] - self._per_token[0]) / largest
+        self._prompts_seen = 0
 
     def seconds(self, shape: StepShape) -> float:
-        tokens = shape.num_tokens
-        index = min(tokens, _TABLE - 1)
-        token_cost = float(self._per_token[index]) * (tokens / index if tokens > index else 1.0)
-        return (token_cost + self._shares(shape)) * float(self._factor[index]) * self._common_factor(shape)
+        rows, prompts = _split(shape)
+        index = min(rows, _TABLE - 1)
+        token_cost = float(self._per_token[index]) * (rows / index if rows > index else 1.0)
+        factor = self._common_factor(shape.num_requests)
+        decoding = (token_cost + self._shares(shape)) * float(self._factor[index]) * factor
+        return decoding + prompts * self._per_prompt_token * factor
 
     def curve(self, shape: StepShape, num_drafts: int) -> Floats:
-        """[num_drafts + 1] seconds of the step with 0, 1, … drafts more than `shape` has. Never falls."""
-        start = min(shape.num_tokens, _TABLE - 1)
+        """[num_drafts + 1] seconds of the step with 0, 1, … drafts more than `shape` has. Never falls. Prompts are left
+        out: they take their time either way."""
+        rows, _ = _split(shape)
+        start = min(rows, _TABLE - 1)
         stop = min(start + num_drafts + 1, _TABLE)
+        factor = self._common_factor(shape.num_requests)
         seconds = self._per_token[start:stop] + self._shares(shape)
         seconds += np.arange(stop - start) * (self._per_row + self._per_context)
-        seconds *= self._factor[start:stop]
-        seconds *= self._common_factor(shape)
+        seconds *= self._factor[start:stop] * factor
         np.maximum.accumulate(seconds, out=seconds)
         missing = num_drafts + 1 - (stop - start)
         if missing:
-            slope = (self._per_token[-1] - self._per_token[-2]) * self._common_factor(shape)
+            slope = float(self._per_token[-1] - self._per_token[-2]) * factor
             seconds = np.concatenate([seconds, seconds[-1] + slope * np.arange(1, missing + 1)])
         return seconds
 
@@ -124,12 +128,13 @@ class CostModel:
         """A step of this shape took so long."""
         if not (seconds > 0 and math.isfinite(seconds)) or shape.num_tokens < 1:
             return
-        error = math.log(seconds / self.seconds(shape))
-        share = _prompt_share(shape)
-        if share > _FEW_PROMPTS:
-            self._observe_prompts(share, error)
+        rows, prompts = _split(shape)
+        expected = self.seconds(shape)
+        if prompts > _FEW_PROMPTS * shape.num_tokens:
+            self._observe_prompts(prompts, seconds - expected)
             return
-        knot, weight = _place(self._knots, min(shape.num_tokens, _TABLE - 1))
+        error = math.log(seconds / expected)
+        knot, weight = _place(self._knots, min(rows, _TABLE - 1))
         here, there = 1.0 - weight, weight
         requests = min(max(shape.num_requests, 1).bit_length() - 1, len(self._by_requests) - 1)
         local, by_requests = self._local_variance, self._by_requests_variance
@@ -170,18 +175,16 @@ class CostModel:
             + self._per_context * shape.num_context_tokens
         )
 
-    def _common_factor(self, shape: StepShape) -> float:
-        index = min(max(shape.num_requests, 1).bit_length() - 1, len(self._by_requests) - 1)
-        return math.exp(self._scale + self._by_requests[index] + self._prompts * _prompt_share(shape))
+    def _common_factor(self, requests: int) -> float:
+        index = min(max(requests, 1).bit_length() - 1, len(self._by_requests) - 1)
+        return math.exp(self._scale + self._by_requests[index])
 
-    def _observe_prompts(self, share: float, error: float) -> None:
-        """Such steps say nothing of those that decode."""
-        self._prompts_variance = min(self._prompts_variance + _PROMPTS_DRIFT**2, _PROMPTS_SD**2)
-        total = share * share * self._prompts_variance + _PROMPTS_NOISE_SD**2
-        limit = _MAX_DEVIATIONS * math.sqrt(total)
-        gain = share * self._prompts_variance / total
-        self._prompts += gain * min(max(error, -limit), limit)
-        self._prompts_variance *= 1.0 - gain * share
+    def _observe_prompts(self, prompts: int, late: float) -> None:
+        """A step with so many tokens of prompts took so much longer than expected; it says nothing of those without."""
+        self._prompts_seen += 1
+        relative = late / (prompts * self._per_prompt_token)
+        gain = max(_PROMPT_RATE, 1.0 / (1 + self._prompts_seen))
+        self._per_prompt_token *= 1.0 + gain * min(max(relative, -0.5), 1.0)
 
     def _refresh(self, knot: int) -> None:
         """Bring the table up to date where the corrections at `knot` and the one after it reach."""
@@ -234,9 +237,10 @@ class DraftingCost:
             variances[i] = max(variances[i] * (1.0 - gain * count), (0.1 * parts[i]) ** 2)
 
 
-def _prompt_share(shape: StepShape) -> float:
-    """Of a step's tokens: those that have no row of logits."""
-    return max(shape.num_tokens - shape.num_logits_rows, 0) / max(shape.num_tokens, 1)
+def _split(shape: StepShape) -> tuple[int, int]:
+    """Tokens that have a row of logits (those that decode, and drafts), and tokens of prompts, which have none."""
+    rows = min(max(shape.num_logits_rows, 1), max(shape.num_tokens, 1))
+    return rows, max(shape.num_tokens - rows, 0)
 
 
 def _token_knots() -> list[int]:

@@ -25,11 +25,14 @@ from sol.speculation.plan.acceptance import Acceptance, Floats, Ints, probabilit
 from sol.speculation.plan.asking import Asking
 from sol.speculation.plan.costs import CostModel
 from sol.speculation.plan.fixed import allowed
-from sol.speculation.plan.ledger import Ledger, decoding_only, without_drafts
+from sol.speculation.plan.ledger import Ledger, without_drafts
 from sol.speculation.plan.types import Candidate, Drafter, Emission, StepShape
 
 _MARGIN: Final = 1.005
 """A step with drafts has to promise so many times the goodput of the plain one."""
+_NEARLY: Final = 0.98
+"""Fewer drafts are verified where they promise so much of the best goodput: improbable ones promise more than they
+keep, because those that were overrated come first."""
 
 
 class GoodputController:
@@ -89,7 +92,8 @@ class GoodputController:
         ends = np.cumsum(lengths)
         positions = np.arange(len(owners)) - (ends - lengths)[owners]
         drafters = np.array([self._index[c.draft.drafter] for c in candidates])[owners]
-        slots = np.array([self._slots[c.request_id] for c in candidates])[owners]
+        slot_of = np.array([self._slots[c.request_id] for c in candidates])
+        slots = slot_of[owners]
         scores: list[float] = []
         for candidate, count in zip(candidates, counts, strict=True):
             own = candidate.draft.scores
@@ -98,18 +102,19 @@ class GoodputController:
         log_odds = self._acceptance.log_odds(drafters, slots, positions, own_log_odds, bins)
         survivals = _survivals(log_odds, ends, lengths)
 
+        some = lengths > 0
+        self._asking.observe_survivals(slot_of[some], survivals, (ends - lengths)[some])
+
         order = np.argsort(-survivals, kind="stable")[:max_tokens]
         accepted = np.concatenate([[0.0], np.cumsum(survivals[order])])
         seconds = self._costs.curve(shape, len(order))
         rows = max(shape.num_logits_rows, 1)
-        if shape.num_tokens > rows:
-            # Chunks of prompts take their time either way: tokens are worth what they are worth in a step without.
-            seconds = seconds - (seconds[0] - min(self._costs.seconds(decoding_only(shape, rows)), seconds[0]))
         # The drafts have been paid for, but goodput is a matter of the whole round: it makes time a little cheaper.
         goodputs = (rows + accepted) / (seconds + self._asking.latest_drafting_seconds)
         best = int(np.argmax(goodputs))
         if goodputs[best] < _MARGIN * goodputs[0]:
             return [0] * len(candidates)
+        best = int(np.argmax(goodputs >= _NEARLY * goodputs[best]))
         chosen: list[int] = np.bincount(owners[order[:best]], minlength=len(counts)).tolist()
         return chosen
 
@@ -141,22 +146,11 @@ class GoodputController:
         num_new = sum(emission.num_new_tokens for emission in emissions)
         plain = self._costs.seconds(without_drafts(shape, num_drafts)) if num_drafts else expected
         self._asking.observe_step(seconds, expected, plain, num_new / len(emissions), num_drafts)
-        self._observe_yields(emissions)
         self._observe_drafts([emission for emission in emissions if emission.draft is not None])
-
-    def _observe_yields(self, emissions: Sequence[Emission]) -> None:
-        """What came of each lookup that was asked; an empty proposal yields nothing."""
-        yields: list[tuple[int, int, int, int]] = []
-        for emission in emissions:
-            slot = self._slots.get(emission.request_id)
-            if slot is None or (asked := self._asking.asked(slot)) < 0:
-                continue
-            if emission.drafter == self._drafters[asked]:
-                yields.append((asked, slot, emission.num_accepted_tokens, emission.num_draft_tokens))
-            else:
-                yields.append((asked, slot, 0, 0))
-        if yields:
-            self._asking.observe_yields(yields)
+        known = [(slot, e.draft is not None) for e in emissions if (slot := self._slots.get(e.request_id)) is not None]
+        if known:
+            slots, have_drafts = zip(*known, strict=True)
+            self._asking.observe_emissions(np.array(slots), np.array(have_drafts))
 
     def _observe_drafts(self, emissions: Sequence[Emission]) -> None:
         """Which drafts were right: those that were verified up to the first wrong one, and the next one after them,
