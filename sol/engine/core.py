@@ -75,6 +75,7 @@ class EngineCore:
         self.dead: EngineDeadError | None = None
         """Set once a step has failed; from then on every step raises it."""
         self._scheduler = scheduler
+        scheduler.works_ahead = work_ahead > 0
         self._runner = runner
         self._work_ahead = work_ahead
         self._clock = clock

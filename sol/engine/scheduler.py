@@ -95,6 +95,8 @@ class Scheduler:
         self._unread: deque[PlannedStep] = deque()
         """Plans that have not been read, oldest first."""
         self._speculation = speculation
+        self.works_ahead = False
+        """Whether steps are usually planned before the ones before them are read"""
         self._next_sequence = 0
         self._stats = EngineStats()
 
@@ -132,8 +134,11 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Plan one step, which must be carried out. Only with unfinished requests.
 
-        None if everything depends on a result that has not been read; never if there is no such result.
+        None if everything depends on a result that has not been read, or had better wait for it; never if there is no
+        such result.
         """
+        if self._waits():
+            return None
         step = PlannedStep([])
         self._unread.append(step)
         plan = SchedulerOutput(
@@ -158,7 +163,9 @@ class Scheduler:
                 num_tokens=sum(plan.num_scheduled_tokens.values()),
                 num_sampled=sum(row.sampled for row in step.rows),
             )
-            self._speculation.extend(plan, step, max_tokens=most, reserve=self._reserver())
+            self._speculation.extend(
+                plan, step, max_tokens=most, reserve=self._reserver(), works_ahead=self.works_ahead
+            )
         return plan
 
     def _budget(self) -> _Budget:
@@ -173,12 +180,9 @@ class Scheduler:
         return _Budget(total, max(1, min(self.config.max_num_prefill_tokens, total - decoding)))
 
     def _schedule_running(self, plan: SchedulerOutput, budget: _Budget) -> None:
-        held_back = self._held_back()
         for request in self._running.copy():
             count = budget.grant(request)
             if count == 0 or not request.block_ids:  # no turn in this step, or preempted since the loop began
-                continue
-            if request.request_id in held_back:
                 continue
             needed = self._num_blocks(request.num_computed_tokens + count) - len(request.block_ids)
             if not self._make_room(request, needed):
@@ -193,15 +197,20 @@ class Scheduler:
             plan.cached_requests.append(entry)
             self._advance(plan, budget, request, count, entry)
 
-    def _held_back(self) -> set[str]:
-        """Requests that cannot, or had better not, be planned before the steps under way have been read."""
+    def _waits(self) -> bool:
+        """Whether the steps under way had better be read before another one is planned.
+
+        Nothing of a request can follow a step that verifies its drafts, or after which somebody writes ahead for it. If
+        the others went on, there would be two batches in turns, each as slow as both together would be; so they wait.
+        """
         if self._speculation is None or not any(request.num_pending_tokens for request in self._running):
-            return set()
-        held = {request.request_id for request in self._running if request.num_verifying or request.num_draftings}
+            return False
+        if any(request.num_verifying or request.num_draftings for request in self._running):
+            return True
         decoding = [request for request in self._running if not request.prefilling]
         count = len(decoding)
         most = self._most_drafts(self.config.max_num_batched_tokens - count, num_tokens=count, num_sampled=count)
-        return held | self._speculation.waiting_for_result(decoding, max_tokens=most)
+        return self._speculation.waits(decoding, max_tokens=most)
 
     def _most_drafts(self, left: int, *, num_tokens: int, num_sampled: int) -> int:
         """How many a step has room for that computes `num_tokens`, samples `num_sampled` requests and may compute

@@ -25,6 +25,10 @@ from sol.engine.types import (
 )
 from sol.speculation.plan import Candidate, Controller, Drafter, Emission, GuardedController, StepShape
 
+_LEAST_DRAFTS_AHEAD: Final = 0.2
+"""For each request of a step, where steps are planned ahead: a step that verifies drafts is read before the next one is
+planned, and the device waits for the host meanwhile, a tenth of a step or so. About half of few drafts come out."""
+
 Reserve = Callable[["PlannedRow", int], int]
 """Blocks for the KV cache of so many leading tokens of a row's request, if they can be spared → for how many there
 are."""
@@ -91,9 +95,9 @@ class Speculation:
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def waiting_for_result(self, requests: Sequence[Request], *, max_tokens: int) -> set[str]:
-        """Of those that decode, the ones whose latest tokens have not been read and who should wait for them, to have
-        drafts verified then; a step of them all has room for `max_tokens` drafts.
+    def waits(self, requests: Sequence[Request], *, max_tokens: int) -> bool:
+        """Whether these requests, all that decode, should wait for tokens that have not been read, to have drafts
+        verified then; a step of them all has room for `max_tokens` drafts.
 
         A draft for tokens that are under way by now is no use itself; what it says of those after them is a guess at
         what the next proposal will say.
@@ -118,18 +122,30 @@ class Speculation:
                 )
             )
         if not candidates:
-            return set()
+            return False
         shape = StepShape(
             num_tokens=len(requests),
             num_requests=len(requests),
             num_logits_rows=len(requests),
             num_context_tokens=sum(request.num_planned_tokens for request in requests),
         )
-        counts = self._controller.choose_drafts(shape, candidates, max_tokens=max_tokens)
-        return {candidate.request_id for candidate, count in zip(candidates, counts, strict=True) if count}
+        return any(self._choose(shape, candidates, max_tokens, works_ahead=True))
 
-    def extend(self, plan: SchedulerOutput, step: PlannedStep, *, max_tokens: int, reserve: Reserve) -> None:
-        """Add at most `max_tokens` drafts to a plan that is complete but for them, and say who drafts afterwards."""
+    def _choose(
+        self, shape: StepShape, candidates: Sequence[Candidate], max_tokens: int, *, works_ahead: bool
+    ) -> list[int]:
+        counts = self._controller.choose_drafts(shape, candidates, max_tokens=max_tokens)
+        if works_ahead and sum(counts) < _LEAST_DRAFTS_AHEAD * shape.num_requests:
+            return [0] * len(counts)
+        return counts
+
+    def extend(
+        self, plan: SchedulerOutput, step: PlannedStep, *, max_tokens: int, reserve: Reserve, works_ahead: bool = False
+    ) -> None:
+        """Add at most `max_tokens` drafts to a plan that is complete but for them, and say who drafts afterwards.
+
+        `works_ahead`: without drafts the next step would be planned before this one is read.
+        """
         rows = step.rows
         sampled = [row for row in rows if row.sampled]
         shape = StepShape(
@@ -138,12 +154,19 @@ class Speculation:
             num_logits_rows=len(sampled),
             num_context_tokens=sum(row.request.num_computed_tokens for row in rows),
         )
-        self._add_drafts(plan, rows, shape, max_tokens, reserve)
+        self._add_drafts(plan, rows, shape, max_tokens, reserve, works_ahead=works_ahead)
         step.shape = shape
         self._add_proposals(plan, sampled, shape, reserve)
 
     def _add_drafts(
-        self, plan: SchedulerOutput, rows: Sequence[PlannedRow], shape: StepShape, most: int, reserve: Reserve
+        self,
+        plan: SchedulerOutput,
+        rows: Sequence[PlannedRow],
+        shape: StepShape,
+        most: int,
+        reserve: Reserve,
+        *,
+        works_ahead: bool,
     ) -> None:
         chosen: list[PlannedRow] = []
         candidates: list[Candidate] = []
@@ -165,7 +188,7 @@ class Speculation:
             )
         if not candidates or not most:
             return
-        counts = self._controller.choose_drafts(shape, candidates, max_tokens=most)
+        counts = self._choose(shape, candidates, most, works_ahead=works_ahead)
         for row, count in zip(chosen, counts, strict=True):
             self._verify(plan, row, count, shape, reserve)
 

@@ -119,7 +119,7 @@ def drafted(scheduler: Scheduler, names: Sequence[str], sampled: bool = False) -
     scheduler.update_from_output(result)
 
 
-def ahead(names: Sequence[str], sampled: bool = False, **changes: Any) -> SchedulerOutput | None:
+def ahead(names: Sequence[str], by_chance: bool = False, **changes: Any) -> SchedulerOutput | None:
     """The plan behind a step under way of requests that all have drafts for tokens after it."""
     config = make_config(max_num_seqs=16, num_blocks=128, **changes)
     speculation = Speculation(FixedController(["suffix"], 8), num_speculative_tokens=8)
@@ -130,21 +130,54 @@ def ahead(names: Sequence[str], sampled: bool = False, **changes: Any) -> Schedu
     # Planned before the drafts are there, so that they do not keep it from being planned.
     second = scheduler.schedule()
     assert second is not None
-    drafted(scheduler, names, sampled)
+    drafted(scheduler, names, by_chance)
     return scheduler.schedule()
 
 
-def test_rows_wait_for_a_result_only_where_drafts_can_be_verified_then() -> None:
-    four = ["a", "b", "c", "d"]
-    assert ahead(four) is None
-    assert ahead(four, num_invariant_tokens=5) is not None
-    for changes in ({"num_invariant_tokens": 4}, {"max_num_logits_rows": 4}):
-        plan = ahead(four, **changes)
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({}, True),
+        ({"num_invariant_tokens": 10}, True),
+        ({"num_invariant_tokens": 9}, False),  # one draft for eight requests
+        ({"num_invariant_tokens": 8}, False),
+        ({"max_num_logits_rows": 8}, False),
+        ({"max_num_batched_tokens": 16, "max_num_logits_rows": 12}, True),
+    ],
+)
+def test_a_step_waits_for_a_result_only_where_enough_drafts_can_be_verified_then(
+    changes: dict[str, Any], waits: bool
+) -> None:
+    eight = [f"r{i}" for i in range(8)]
+    plan = ahead(eight, **changes)
+    if waits:
+        assert plan is None
+    else:
         assert plan is not None
-        assert plan.num_scheduled_tokens == dict.fromkeys(four, 1)
+        assert plan.num_scheduled_tokens == dict.fromkeys(eight, 1)
+
+
+def test_nobody_is_planned_while_a_neighbours_drafts_are_verified() -> None:
+    """Two batches in turns would each be as slow as both together."""
+    speculation = Speculation(FixedController(["suffix"], 8), num_speculative_tokens=8)
+    scheduler = Scheduler(make_config(), speculation)
+    for i, name in enumerate(("a", "b")):
+        scheduler.add(make_request(name, [i, 2], max_tokens=30))
+    scheduler.schedule()
+    result = StepOutput(sampled_token_ids={"a": [5], "b": [5]}, logprobs={})
+    result.drafts["a"] = Draft(drafter="suffix", token_ids=[1] * 4, scores=None)
+    scheduler.update_from_output(result)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.num_scheduled_tokens == {"a": 5, "b": 1}
+    assert scheduler.schedule() is None
+    scheduler.update_from_output(StepOutput(sampled_token_ids={"a": [1, 9], "b": [6]}, logprobs={}))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.num_scheduled_tokens == {"a": 1, "b": 1}
 
 
 def test_rows_do_not_wait_because_of_what_drafts_by_chance_are() -> None:
-    plan = ahead(["a", "b"], sampled=True)
+    plan = ahead(["a", "b"], by_chance=True)
     assert plan is not None
     assert plan.num_scheduled_tokens == {"a": 1, "b": 1}
