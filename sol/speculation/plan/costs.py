@@ -25,12 +25,16 @@ Floats = npt.NDArray[np.float64]
 
 _TABLE: Final = 16_384
 """Numbers of tokens whose price is tabulated; larger steps (prompts alone) cost in proportion."""
+_REFRESH_STEPS: Final = 64
 _TYPICAL: Final = ((1, 1.0), (8, 1.15), (64, 4.0), (512, 30.0))
 """Tokens and relative seconds of a step where nothing was measured: memory-bound at first, then linear."""
 _TYPICAL_WEIGHT: Final = 0.02
 _KNOTS_PER_OCTAVE: Final = 4
 _SCALE_SD, _SCALE_DRIFT = 0.1, 0.01
-_LOCAL_SD, _LOCAL_DRIFT = 0.1, 0.002
+_LOCAL_SD, _LOCAL_DRIFT = 0.04, 0.002
+_LOCAL_FADING: Final = 0.002
+"""Of each local factor at every step: what was wrong about a size that no step has had since must not stay so for ever,
+because nobody would then go back to it."""
 _NOISE_SD, _LEAST_NOISE_SD, _MOST_NOISE_SD = 0.05, 0.005, 0.3
 _FEW_PROMPTS: Final = 0.1
 """Share of a step's tokens"""
@@ -87,6 +91,11 @@ class CostModel:
         self._per_token, self._per_request, self._per_row, self._per_context = _fit(measured)
         self._factor = np.ones(_TABLE)
         """By number of tokens; the exponentials of `_local`, interpolated"""
+        self._tokens = np.arange(_TABLE)
+        self._in_use = 64
+        """Steps have been asked for up to so many tokens"""
+        self._stale = _REFRESH_STEPS
+        """Steps until all of the table is brought up to date"""
         self._knots = _token_knots()
         self._local = np.zeros(len(self._knots))
         self._local_variance = [_LOCAL_SD**2] * len(self._knots)
@@ -111,6 +120,7 @@ class CostModel:
         """[num_drafts + 1] seconds of the step with 0, 1, … drafts more than `shape` has. Never falls. Prompts are left
         out: they take their time either way."""
         rows, _ = _split(shape)
+        self._in_use = max(self._in_use, min(rows + num_drafts, _TABLE - 1))
         start = min(rows, _TABLE - 1)
         stop = min(start + num_drafts + 1, _TABLE)
         factor = self._common_factor(shape.num_requests)
@@ -154,6 +164,7 @@ class CostModel:
         scale_gain = self._scale_variance / total
         gains = (here * local[knot] / total, there * local[knot + 1] / total)
         requests_gain = by_requests[requests] / total
+        self._local *= 1.0 - _LOCAL_FADING
         self._scale += scale_gain * error
         self._scale_variance *= 1.0 - scale_gain
         self._by_requests[requests] += requests_gain * error
@@ -162,7 +173,7 @@ class CostModel:
         self._local[knot + 1] += gains[1] * error
         local[knot] *= 1.0 - gains[0] * here
         local[knot + 1] *= 1.0 - gains[1] * there
-        self._refresh(knot)
+        self._refresh()
         # What is left over after the move is mostly noise; a drift that the filter follows must not count as such.
         left = error * (1.0 - scale_gain)
         noise = self._noise_variance + 0.05 * (left * left - self._noise_variance)
@@ -186,12 +197,13 @@ class CostModel:
         gain = max(_PROMPT_RATE, 1.0 / (1 + self._prompts_seen))
         self._per_prompt_token *= 1.0 + gain * min(max(relative, -0.5), 1.0)
 
-    def _refresh(self, knot: int) -> None:
-        """Bring the table up to date where the corrections at `knot` and the one after it reach."""
-        first = self._knots[max(knot - 1, 0)]
-        last = self._knots[min(knot + 2, len(self._knots) - 1)]
-        tokens = np.arange(first, last + 1)
-        self._factor[first : last + 1] = np.exp(np.interp(tokens, self._knots, self._local))
+    def _refresh(self) -> None:
+        """Bring the table up to date: most of it every now and then, the part that is in use at once."""
+        self._stale -= 1
+        last = self._in_use if self._stale else _TABLE - 1
+        if not self._stale:
+            self._stale = _REFRESH_STEPS
+        self._factor[: last + 1] = np.exp(np.interp(self._tokens[: last + 1], self._knots, self._local))
 
 
 class DraftingCost:
