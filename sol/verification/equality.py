@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sol.engine.types import SpeculationParams
@@ -52,9 +52,18 @@ def count_answers(cases: Sequence[Case], drafters: Sequence[str]) -> int:
     return len(cases) * (2 * len(drafter_choices(drafters)) + 1)
 
 
-def compare(session: Session, cases: Sequence[Case], *, prefix_cache: bool) -> tuple[list[Cell], list[Open]]:
-    """Each case again: by every drafter alone; then all at once, by every drafter and by none."""
-    choices = drafter_choices(session.info.drafters)
+def compare(
+    session: Session,
+    cases: Sequence[Case],
+    *,
+    prefix_cache: bool,
+    choices: Mapping[str, SpeculationParams | None] | None = None,
+) -> tuple[list[Cell], list[Open]]:
+    """Each case again: by every drafter alone; then all at once, by every drafter and by none.
+
+    `choices` names the wishes for drafters; by default `drafter_choices`.
+    """
+    choices = drafter_choices(session.info.drafters) if choices is None else choices
     found: list[tuple[Cell, Case, Answer]] = []
     cells: dict[str, Cell] = {}
 
