@@ -96,7 +96,12 @@ def test_no_tracked_file_names_a_developers_machine() -> None:
 def test_every_dependency_is_explained_and_used() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     design = (ROOT / "docs" / "design.md").read_text()
-    import_names = {"huggingface-hub": "huggingface_hub", "pyzmq": "zmq", "prometheus-client": "prometheus_client"}
+    import_names = {
+        "huggingface-hub": "huggingface_hub",
+        "pyyaml": "yaml",
+        "pyzmq": "zmq",
+        "prometheus-client": "prometheus_client",
+    }
     source = "".join(path.read_text() for path in (ROOT / "sol").rglob("*.py"))
     for requirement in project["dependencies"] + project["optional-dependencies"]["serve"]:
         name = re.split(r"[^A-Za-z0-9-]", requirement)[0]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from sol import openmp
-from sol.cli import chat, doctor, generate, pull, serve, verify
+from sol.cli import chat, doctor, generate, pull, serve, simulate, verify
 from sol.errors import SolError
 from sol.version import __version__
 
@@ -22,12 +22,13 @@ _COMMANDS = {
     "chat": (chat, "talk to a model in the terminal"),
     "pull": (pull, "fetch a model and say where it is"),
     "verify": (verify, "check on a model that speculation does not change what it says"),
+    "simulate": (simulate, "answer like a model server with latencies and faults of your choice, and no model"),
     "doctor": (doctor, "what this machine has, what Sol will use, what a model costs in memory"),
 }
 
 _SERVE_EXTRA = frozenset(
     {"httptools", "huggingface_hub", "msgspec", "prometheus_client", "pydantic", "rich", "starlette", "uvicorn",
-     "uvloop", "zmq"}
+     "uvloop", "yaml", "zmq"}
 )  # fmt: skip
 """The import names of pyproject's `serve` extra."""
 

@@ -127,13 +127,13 @@ class Metrics:
         if self._speculation is not None:
             self._speculation.observe(stats)
 
-    def observe_tokens(self, timeline: Timeline, num_tokens: int, num_steps: int) -> None:
+    def observe_tokens(self, timeline: Timeline, num_tokens: int, num_steps: int, now: float | None = None) -> None:
         """`num_tokens` of a choice arrived just now, which `num_steps` steps of the engine had made.
 
         As in vLLM, the inter-token latency is a step's: the tokens of one step come together, and count once. Several
         steps at once are what a slow client or a busy process let pile up.
         """
-        now = time.monotonic()
+        now = time.monotonic() if now is None else now
         if timeline.last_token == 0.0:
             self._time_to_first_token.observe(now - timeline.arrival)
         else:
