@@ -225,11 +225,16 @@ class Scheduler:
 
     def _reserver(self) -> Callable[[PlannedRow, int], int]:
         """Gives a row of the plan just made more blocks, but for the ones that running requests may soon need."""
-        growing = sum(self._may_grow(request) for request in self._running)
+        growing: int | None = None
 
         def reserve(row: PlannedRow, num_tokens: int) -> int:
+            nonlocal growing
             request, entry = row.request, row.entry
             needed = self._num_blocks(num_tokens) - len(request.block_ids)
+            if needed < 1:
+                return num_tokens
+            if growing is None:  # most steps never ask
+                growing = sum(self._may_grow(request) for request in self._running)
             count = min(needed, self.pool.num_free - growing)
             if count > 0:
                 block_ids = self.pool.allocate(count)

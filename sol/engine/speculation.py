@@ -218,16 +218,19 @@ class Speculation:
     ) -> None:
         drafters: list[Drafter] = []
         asked: list[PlannedRow] = []
+        most = self._num_speculative_tokens
         for row in rows:
-            limit = min(self._num_speculative_tokens, row.request.num_unplanned_tokens - 1)
-            if limit < 1:
+            request = row.request
+            num_tokens = len(request.token_ids)
+            left = request.max_num_tokens - num_tokens - request.num_pending_tokens - 1
+            if left < 1:
                 continue
             asked.append(row)
             drafters.append(
                 Drafter(
-                    request_id=row.request.request_id,
-                    max_tokens=limit,
-                    num_tokens=row.request.num_tokens,
+                    request_id=request.request_id,
+                    max_tokens=left if left < most else most,
+                    num_tokens=num_tokens,
                     num_draft_tokens=row.num_drafts,
                 )
             )
@@ -237,6 +240,9 @@ class Speculation:
             asked, drafters, self._controller.choose_proposals(shape, drafters), strict=True
         ):
             if proposal is None:
+                continue
+            if not self._caching:
+                plan.proposals[drafter.request_id] = proposal
                 continue
             within = self._within_blocks(row, proposal, drafter.max_tokens, reserve)
             if within is not None:
@@ -281,16 +287,20 @@ class Speculation:
         if seconds is None or shape is None:
             return
         emissions = []
+        sampled = result.sampled_token_ids
         for row in rows:
-            token_ids = result.sampled_token_ids.get(row.request.request_id)
-            if row.decoding and token_ids:
+            if not row.decoding:
+                continue
+            request = row.request
+            token_ids = sampled.get(request.request_id)
+            if token_ids:
                 emissions.append(
                     Emission(
-                        request_id=row.request.request_id,
-                        drafter=row.drafter,
+                        request_id=request.request_id,
+                        drafter=row.drafter if row.num_drafts else None,
                         num_draft_tokens=row.num_drafts,
                         num_accepted_tokens=len(token_ids) - 1,
-                        num_new_tokens=row.request.num_kept(token_ids),
+                        num_new_tokens=1 if len(token_ids) == 1 else request.num_kept(token_ids),
                         draft=row.draft,
                         new_token_ids=token_ids,
                     )
@@ -302,7 +312,7 @@ class Speculation:
         """`num_accepted` drafts of the row came out: those that were accepted, up to the request's end."""
         usage = row.request.usage
         usage.num_steps += 1
-        if row.drafter is not None:
+        if row.num_drafts and row.drafter is not None:
             counts = usage.drafters.setdefault(row.drafter, DraftCounts())
             counts.num_drafts += 1
             counts.num_draft_tokens += row.num_drafts
