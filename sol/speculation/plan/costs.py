@@ -105,7 +105,9 @@ class CostModel:
         self._scale_variance = _SCALE_SD**2 if measured else 100.0
         self._noise_variance = _NOISE_SD**2
         largest = max((shape.num_tokens for shape, _ in measured), default=_TYPICAL[-1][0])
-        self._per_prompt_token = float(self._per_token[largest] - self._per_token[0]) / largest
+        # Never 0, as where all measured steps took the same time: experience moves it by factors.
+        slope = float(self._per_token[largest] - self._per_token[0]) / largest
+        self._per_prompt_token = max(slope, 1e-3 * float(self._per_token[largest]) / largest, 1e-12)
         self._prompts_seen = 0
 
     def seconds(self, shape: StepShape) -> float:
