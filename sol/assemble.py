@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from sol.assemble_drafters import DraftersPlan, model_proposers, plan_drafters
+from sol.assemble_drafters import DraftersPlan, GpuDrafters, model_proposers, plan_drafters
 from sol.config import EngineConfig, SchedulerConfig
 from sol.engine.core import EngineCore
 from sol.engine.scheduler import Scheduler
@@ -37,7 +37,7 @@ from sol.runner import cpu_kernels
 from sol.runner.cpu_kernels import CpuKernels, check_kv_cache_dtype, choose_kernels, pinned_cores, unavailable
 from sol.runner.device import num_threads, resolve_device, resolve_dtype
 from sol.runner.drafters import Drafters
-from sol.runner.gpu import build_gpu_runner
+from sol.runner.gpu import build_gpu_runner, gpu_ops
 from sol.runner.gpu_runner import GpuRunner
 from sol.runner.measure import measure_steps
 from sol.runner.memory import (
@@ -193,8 +193,8 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
     speculative = settled.speculative
     runner: ModelRunner | GpuRunner
     if device.type == "cuda":
-        drafters = _drafters(settled, lookup_proposers(speculative))
-        runner, memory, weight_bytes = _build_gpu_runner(config, settled, drafters, progress=progress)
+        runner, memory, weight_bytes = _build_gpu_runner(config, settled, progress=progress)
+        drafters = runner.drafters
     else:
         executor, weight_bytes = _build_executor(config, settled, progress=progress)
         computing, drafter_bytes = model_proposers(settled, executor, progress=progress)
@@ -279,9 +279,9 @@ def _controller(settled: EnginePlan, memory: MemoryPlan, runner: ModelRunner | G
 
 
 def _build_gpu_runner(
-    config: EngineConfig, settled: EnginePlan, drafters: Drafters | None, *, progress: bool
+    config: EngineConfig, settled: EnginePlan, *, progress: bool
 ) -> tuple[GpuRunner, MemoryPlan, int]:
-    """The runner, the plan of its memory with what was measured, and the bytes of the model's weights."""
+    """The runner with its drafters, the plan of its memory with what was measured, and the bytes of all weights."""
     first = settled.memory
     program = load_program(
         settled.model,
@@ -292,14 +292,21 @@ def _build_gpu_runner(
         progress=progress,
     )
 
+    computing = GpuDrafters(settled, program, functools.partial(gpu_ops, settled.device), progress=progress)
+    weights = program.weight_bytes + computing.weight_bytes
+
+    def drafters(kv_cache: KVCache) -> Drafters:
+        proposers = [*lookup_proposers(settled.speculative), *computing.make(kv_cache)]
+        return Drafters(proposers, vocab_size=settled.model.vocab_size)
+
     def replan(workspace: int) -> MemoryPlan:
         memory = plan_memory(
             config,
             settled.model,
             settled.device,
             memory=DeviceMemory(total=first.total, available=first.available),
-            weights=program.weight_bytes,
-            workspace=workspace,
+            weights=weights,
+            workspace=workspace + settled.drafters.kept_probs,
             kv_per_token=first.kv_per_token,
             max_num_seqs=settled.max_num_seqs,
         )
@@ -314,12 +321,14 @@ def _build_gpu_runner(
         device=settled.device,
         max_num_seqs=settled.max_num_seqs,
         max_num_batched_tokens=settled.max_num_batched_tokens,
-        drafters=drafters,
+        drafters=drafters if settled.speculative.drafters else None,
+        drafter_weights=computing.weight_bytes,
+        num_trial_tokens=settled.drafters.max_num_tokens,
         verify_method=settled.speculative.verify_method,
         max_num_logits_rows=settled.max_num_logits_rows,
         num_speculative_tokens=settled.speculative.num_speculative_tokens,
     )
-    return runner, memory, program.weight_bytes
+    return runner, memory, weights
 
 
 def _build_executor(config: EngineConfig, settled: EnginePlan, *, progress: bool) -> tuple[Executor, int]:

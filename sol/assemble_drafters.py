@@ -1,7 +1,8 @@
 """The part of `sol.assemble` that makes drafters which compute a model: what they need, before and after loading.
 
 A drafter shares the target's device, block tables and threads. Its weights, its KV cache and its workspace are part of
-the memory plan, so that the KV cache is sized by what is left.
+the memory plan, so that the KV cache is sized by what is left. `model_proposers` makes drafters beside an executor of
+the target's on a CPU; `GpuDrafters` makes them on a GPU, where KV caches are made twice.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -23,13 +24,15 @@ from sol.models.dummy_checkpoint import parameter_shapes
 from sol.models.packed_cache import CpuPacker, Source, packed_nbytes
 from sol.models.registry import load_program
 from sol.models.source import ModelFiles, resolve
-from sol.ops import EagerExecutor, Executor, KVCache
+from sol.ops import EagerExecutor, Executor, KVCache, Program
 from sol.ops.cpu.executor import CpuExecutor, KVCacheSpec
 from sol.ops.cpu.native import NativeError
+from sol.ops.program import Ops
 from sol.ops.reference import ReferenceOps
 from sol.runner import cpu_kernels
 from sol.runner.cpu_kernels import CpuKernels, choose_kernels
 from sol.runner.device import resolve_dtype
+from sol.runner.gpu_runner import WARM_UP_TOKENS
 from sol.runner.memory import allocate_kv_cache, kv_bytes_per_token, no_room_for_kv_cache, workspace_bytes
 from sol.speculation.config import SpeculativeConfig
 from sol.speculation.propose.draft_model import DraftModelProposer
@@ -46,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 _STEADY_TOKENS: Final = 2
 """What a request that is drafted for at every step needs in the first pass: its last draft and the token after it"""
+_LONG_CONTEXT: Final = 1024
+"""Tokens before a pass's own: enough that attention on a GPU shares them out among programs"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,9 @@ class DraftersPlan:
     """Of a forward pass of the draft model"""
     weights: int = 0
     workspace: int = 0
+    """`kept_probs` included"""
+    kept_probs: int = 0
+    """Of distributions that drafts were drawn from, kept from one step to the next: no trial of a step has them"""
     kv_per_token: int = 0
 
 
@@ -93,13 +101,7 @@ def plan_drafters(
     Raises `ConfigError`, or what `sol.models.source.resolve` raises.
     """
     asked = [name for name in speculative.drafters if name in ("draft_model", "early_exit")]
-    if asked and device.type != "cpu":
-        raise ConfigError(
-            f"speculative_config.method has {asked[0]}, which drafts on a CPU only for now, and the device is "
-            f'{device.type}: use "suffix" or "ngram", or --device cpu',
-            param="speculative_config",
-        )
-    tokens = weights = workspace = kv_per_token = 0
+    tokens = weights = workspace = kept_probs = kv_per_token = 0
     draft: DraftModelPlan | None = None
     if "draft_model" in asked:
         draft = _plan_draft_model(config, speculative, files, model, device, progress=progress)
@@ -127,13 +129,14 @@ def plan_drafters(
         workspace += _workspace(model, kernels, dtype, max_num_seqs, max_num_seqs)
     if asked and speculative.draft_sample_method == "independent":
         # The distributions that drafts were drawn from are kept until they are verified.
-        workspace += max_num_seqs * speculative.num_speculative_tokens * model.vocab_size * torch.float32.itemsize
+        kept_probs = max_num_seqs * speculative.num_speculative_tokens * model.vocab_size * torch.float32.itemsize
     return DraftersPlan(
         draft_model=draft,
         num_exit_layers=exit_layers,
         max_num_tokens=tokens,
         weights=weights,
-        workspace=workspace,
+        workspace=workspace + kept_probs,
+        kept_probs=kept_probs,
         kv_per_token=kv_per_token,
     )
 
@@ -143,35 +146,101 @@ def model_proposers(settled: EnginePlan, executor: Executor, *, progress: bool) 
 
     `executor` is the target's. Raises `ConfigError`, `CheckpointError`, `OutOfMemoryError`.
     """
-    plan, speculative, memory = settled.drafters, settled.speculative, settled.memory
-    drafters: list[ModelDrafter] = []
+    plan = settled.drafters
+    draft = exits = None
     weight_bytes = 0
     if plan.draft_model is not None:
-        draft = plan.draft_model
-        max_positions = min(draft.model.max_position_embeddings, memory.max_model_len)
-        if max_positions < memory.max_model_len:
-            logger.info(
-                "the draft model was made for %d tokens, the target takes %d: longer requests it does not draft for",
-                max_positions,
-                memory.max_model_len,
-            )
-        drafting, weight_bytes = _load(settled, draft, executor, max_positions, progress=progress)
+        draft, weight_bytes = _load(settled, plan.draft_model, executor, progress=progress)
+    if plan.num_exit_layers is not None:
+        exits = _exit(settled, executor, plan.num_exit_layers)
+    return list(_ready(settled, draft, exits, settled.memory.num_blocks)), weight_bytes
+
+
+class GpuDrafters:
+    """The model drafters of a GPU, for each KV cache that the target gets: the one of the trial and the final one.
+
+    Loads the draft model, once. `ops` makes ops for one program each. Raises `ConfigError`, `CheckpointError`.
+
+    Drafters compute op by op on the target's stream, between its graphs, when the step is read after which they draft.
+    The order of the stream is all that keeps the two apart, and it is enough:
+
+    - A step may have been started by then. It has no token of the requests that are drafted for (the scheduler lets
+      them wait), and the runner drafts for none that has left or was preempted in that step's plan. So the drafter
+      writes behind the known tokens of requests whose blocks the step does not write to.
+    - A block goes to somebody else in a later plan only, so its new owner writes to it later in the stream. Of a draft
+      model's cache nothing is believed but the tokens that were written (`ComputedBlocks`), and its books are kept in
+      the order in which passes are started.
+    - `early_exit` writes the target's cache from the last token on. The request's next step writes the same places as
+      the target does before it reads them; nobody else reads them, since published blocks hold computed tokens only.
+    - Logits and inputs of graphs lie in the graphs' own memory, of which a drafter's pass is given nothing. A drafter
+      has ops of its own, because ops keep counters and unfinished norms from one launch to the next.
+    """
+
+    def __init__(self, settled: EnginePlan, target: Program, ops: Callable[[], Ops], *, progress: bool) -> None:
+        self._settled, self._target, self._ops = settled, target, ops
+        self._program: Program | None = None
+        draft = settled.drafters.draft_model
+        if draft is not None:
+            load = _loader(settled, draft, progress=progress)
+            self._program = load(dtype=draft.dtype, device=settled.device)
+
+    @property
+    def weight_bytes(self) -> int:
+        """That were loaded besides the target's"""
+        return 0 if self._program is None else self._program.weight_bytes
+
+    def make(self, kv_cache: KVCache) -> list[Proposer]:
+        """Drafters, ready, for a target with this cache, whose last block is no request's. A draft model gets a cache
+        of as many blocks less one: its passes have no padding that would have to be written somewhere.
+
+        Raises `ConfigError`, `OutOfMemoryError`, `torch.OutOfMemoryError`.
+        """
+        plan, memory = self._settled.drafters, self._settled.memory
+        num_blocks = kv_cache.num_blocks - 1
+        draft = exits = None
+        if plan.draft_model is not None:
+            assert self._program is not None
+            own = replace(memory, num_blocks=num_blocks, kv_cache=num_blocks * memory.block_size * memory.kv_per_token)
+            data = allocate_kv_cache(own, plan.draft_model.model, plan.draft_model.dtype, self._settled.device)
+            draft = EagerExecutor(self._program, self._ops(), KVCache(data))
+        if plan.num_exit_layers is not None:
+            exits = EagerExecutor(first_layers(self._target, plan.num_exit_layers), self._ops(), kv_cache)
+        drafters = _ready(self._settled, draft, exits, num_blocks)
+        for drafter in drafters:  # for the trial's cache as well: the modules of kernels take memory
+            _warm_up(drafter, self._settled.max_num_seqs, num_blocks)
+        return list(drafters)
+
+
+def _warm_up(drafter: ModelDrafter, max_num_seqs: int, num_blocks: int) -> None:
+    """Passes of the sizes for which a GPU's kernels are compiled anew: that takes seconds, which no request should."""
+    for num_tokens in WARM_UP_TOKENS:
+        drafter.rehearse([num_tokens], num_blocks)
+        for context in (0, _LONG_CONTEXT):
+            drafter.rehearse([1] * min(num_tokens, max_num_seqs), num_blocks, context=context)
+
+
+def _ready(settled: EnginePlan, draft: Executor | None, exits: Executor | None, num_blocks: int) -> list[ModelDrafter]:
+    """Drafters on these executors that have run their largest pass."""
+    plan, speculative, memory = settled.drafters, settled.speculative, settled.memory
+    drafters: list[ModelDrafter] = []
+    if draft is not None:
+        assert plan.draft_model is not None
         drafters.append(
             DraftModelProposer(
-                drafting,
-                draft.vocabulary,
-                num_blocks=memory.num_blocks,
+                draft,
+                plan.draft_model.vocabulary,
+                num_blocks=num_blocks,
                 block_size=memory.block_size,
-                max_positions=max_positions,
+                max_positions=_draft_positions(settled, plan.draft_model),
                 max_num_tokens=plan.max_num_tokens,
                 sample_method=speculative.draft_sample_method,
                 device=settled.device,
             )
         )
-    if plan.num_exit_layers is not None:
+    if exits is not None:
         drafters.append(
             EarlyExitProposer(
-                _exit(settled, executor, plan.num_exit_layers),
+                exits,
                 block_size=memory.block_size,
                 max_positions=memory.max_model_len,
                 max_num_tokens=settled.max_num_seqs,
@@ -181,11 +250,29 @@ def model_proposers(settled: EnginePlan, executor: Executor, *, progress: bool) 
         )
     for drafter in drafters:
         try:
-            drafter.run_worst_case(settled.max_num_seqs, memory.num_blocks)
+            drafter.run_worst_case(settled.max_num_seqs, num_blocks)
         except FloatingPointError as error:
             raise ConfigError(f"{error}. Use another draft model or dtype", param="speculative_config") from error
         drafter.trim()
-    return list(drafters), weight_bytes
+    return drafters
+
+
+def _draft_positions(settled: EnginePlan, draft: DraftModelPlan) -> int:
+    return min(draft.model.max_position_embeddings, settled.memory.max_model_len)
+
+
+def _loader(settled: EnginePlan, draft: DraftModelPlan, *, progress: bool) -> Callable[..., Program]:
+    """`load_program` of the draft model; who calls it says which dtype and where."""
+    max_positions = _draft_positions(settled, draft)
+    if max_positions < settled.memory.max_model_len:
+        logger.info(
+            "the draft model was made for %d tokens, the target takes %d: longer requests it does not draft for",
+            max_positions,
+            settled.memory.max_model_len,
+        )
+    return functools.partial(
+        load_program, draft.model, draft.checkpoint, max_positions=max_positions, progress=progress
+    )
 
 
 def _plan_draft_model(
@@ -214,14 +301,10 @@ def _plan_draft_model(
     )
 
 
-def _load(
-    settled: EnginePlan, draft: DraftModelPlan, target: Executor, max_positions: int, *, progress: bool
-) -> tuple[Executor, int]:
+def _load(settled: EnginePlan, draft: DraftModelPlan, target: Executor, *, progress: bool) -> tuple[Executor, int]:
     """The draft model on the target's backend, with a KV cache of its own for as many blocks."""
     memory = settled.memory
-    load = functools.partial(
-        load_program, draft.model, draft.checkpoint, max_positions=max_positions, progress=progress
-    )
+    load = _loader(settled, draft, progress=progress)
     if draft.kernels is None:
         program = load(dtype=draft.dtype, device=settled.device)
         kv_cache = KVCache(allocate_kv_cache(memory, draft.model, draft.dtype, settled.device))

@@ -45,6 +45,8 @@ _Draft = Callable[["_Step", StepOutput], None]
 
 UNKNOWN: Final = -1
 """In place of a token id or a block id: what the device has."""
+WARM_UP_TOKENS: Final = (1, 2, 3, 16, 17, 32, 33, 48, 49, 64, 65, 80, 129, 256, 1023)
+"""Sizes of steps for which kernels differ"""
 
 
 class _Row:
@@ -166,6 +168,10 @@ class GpuRunner:
         self._graphs = DecodeGraphs(program, ops, kv_cache, self._entries, max_num_seqs, max_model_len, device)
         self._verify_graphs = VerifyGraphs(program, ops, kv_cache, self._entries, self._graphs, max_model_len, device)
 
+    @property
+    def drafters(self) -> Drafters | None:
+        return self._drafters
+
     # ── start-up ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
@@ -180,7 +186,7 @@ class GpuRunner:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Steps of sizes for which kernels are compiled anew: that takes seconds, which no request should."""
-        for num_tokens in (1, 2, 3, 16, 17, 32, 33, 48, 49, 64, 65, 80, 129, 256, 1023):
+        for num_tokens in WARM_UP_TOKENS:
             for num_requests in (1, 2):
                 if num_requests <= self._max_num_seqs and num_tokens * num_requests <= self._max_num_batched_tokens:
                     self._try(num_requests, num_tokens * num_requests)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 
 from sol.ops.batch import RaggedBatch
 from sol.speculation.propose.model_blocks import Ints
+
+_WIDTHS: Final = 16
+"""A block table's width is a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,8 @@ def ragged_batch(spans: Sequence[Span], block_size: int, device: torch.device) -
     """Logits come in the order of the spans that want them."""
     positions, slots, ends = [], [], []
     widest = max(-(-span.stop // block_size) for span in spans)
-    table = np.zeros((len(spans), widest), dtype=np.int64)
+    # Triton compiles a kernel again for a stride of 1, and for one that is a multiple of 16: here it is always one.
+    table = np.zeros((len(spans), -(-widest // _WIDTHS) * _WIDTHS), dtype=np.int64)
     num_tokens = 0
     for row, span in enumerate(spans):
         place = np.arange(span.start, span.stop, dtype=np.int64)
@@ -45,15 +51,34 @@ def ragged_batch(spans: Sequence[Span], block_size: int, device: torch.device) -
         if span.wants_logits:
             ends.append(num_tokens - 1)
 
-    def tensor(values: Ints) -> torch.Tensor:
-        return torch.from_numpy(values).to(device)
-
+    parts = _send(
+        np.concatenate([span.token_ids for span in spans]),
+        np.concatenate(positions),
+        np.concatenate(slots),
+        table,
+        np.array(ends, dtype=np.int64),
+        device=device,
+    )
     return RaggedBatch(
-        token_ids=tensor(np.concatenate([span.token_ids for span in spans])),
-        positions=tensor(np.concatenate(positions)),
-        slot_mapping=tensor(np.concatenate(slots)),
-        block_table=tensor(table),
+        token_ids=parts[0],
+        positions=parts[1],
+        slot_mapping=parts[2],
+        block_table=parts[3],
         query_lens=[len(span.token_ids) for span in spans],
         seq_lens=[span.stop for span in spans],
-        logits_rows=tensor(np.array(ends, dtype=np.int64)),
+        logits_rows=parts[4],
     )
+
+
+def _send(*arrays: Ints, device: torch.device) -> list[torch.Tensor]:
+    """To the device, in one copy, which the host does not wait for. Each begins at a multiple of 16 bytes: Triton
+    compiles a kernel again for pointers that do not."""
+    starts = [0, *itertools.accumulate(array.size + array.size % 2 for array in arrays)]
+    packed = np.zeros(starts[-1], dtype=np.int64)
+    for start, array in zip(starts, arrays, strict=False):
+        packed[start : start + array.size] = array.ravel()
+    sent = torch.from_numpy(packed)
+    if device.type == "cuda":  # torch keeps pinned memory from being used again until the copy is done
+        sent = sent.pin_memory()
+    sent = sent.to(device, non_blocking=True)
+    return [sent[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=False)]
