@@ -22,6 +22,22 @@ repetitive_texts = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12)
     )
 )
 texts = st.one_of(small_texts, repetitive_texts)
+edits = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 4), st.lists(st.integers(100, 104), max_size=4)), min_size=1, max_size=8
+)
+"""Copy so many tokens, leave out so many, put in these: applied in turn by `edited`."""
+
+
+def edited(source: Sequence[int], changes: Sequence[tuple[int, int, list[int]]]) -> list[int]:
+    """A copy of the source, each change in turn, over and over."""
+    copy: list[int] = []
+    at = turn = 0
+    while at < len(source):
+        kept, left_out, put_in = changes[turn % len(changes)]
+        copy += [*source[at : at + kept], *put_in]
+        at += max(1, kept + left_out)
+        turn += 1
+    return copy
 
 
 def lookup_row(

@@ -126,7 +126,7 @@ def draft(
     if matches and ahead < max_tokens:
         place, length = matches[0]
         most = min(max_tokens, int(spec_factor * length))
-        following = _continuation(tokens, place, drafts, most, cyclic)
+        following = continuation(tokens, place, drafts, most, cyclic=cyclic)
         lone_scores = record.lone_scores(length + ahead, len(following))
         if product * prod(lone_scores) >= min_prob:
             return drafts + following, scores + lone_scores
@@ -139,7 +139,7 @@ def draft(
     return drafts, scores
 
 
-def _continuation(tokens: array[int], place: int, drafts: Sequence[int], most: int, cyclic: bool) -> list[int]:
+def continuation(tokens: array[int], place: int, drafts: Sequence[int], most: int, *, cyclic: bool) -> list[int]:
     """What follows the drafts, so that there are `most` in all; less where a text ends."""
     ahead, count = len(drafts), len(tokens)
     following = tokens[place + ahead : place + most].tolist() if most > ahead else []

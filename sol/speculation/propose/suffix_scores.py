@@ -44,35 +44,51 @@ def worth(length: int, agreeing: int, share: float) -> float:
     return WORTH[agreeing - 1 if agreeing < 3 else 2][length if length < LONGEST else LONGEST] * share
 
 
+class Tally:
+    """Of one kind of prediction in one text: misses, and how many were expected. Old observations fade."""
+
+    __slots__ = ("_expected", "_missed", "ratio")
+
+    def __init__(self) -> None:
+        self._expected = 0.0
+        self._missed = 0.0
+        self.ratio = 1.0
+        """By how much misses are commoner than expected"""
+
+    def record(self, worth: float, hit: bool) -> None:
+        """A token came where one had been promised with probability `worth`."""
+        expected = self._expected = self._expected * _MEMORY + 1.0 - worth
+        missed = self._missed = self._missed * _MEMORY + (not hit)
+        self.ratio = (missed + _STUBBORNNESS) / (expected + _STUBBORNNESS)
+
+    def score(self, worth: float) -> float:
+        """The probability after correction, from 0 to `HIGHEST`."""
+        corrected = 1.0 - (1.0 - worth) * self.ratio
+        return 0.0 if corrected < 0.0 else min(corrected, HIGHEST)
+
+
 class TrackRecord:
     """Corrects the table by what happened in one text: misses get as much more probable as they were than expected.
 
-    Short and long matches are counted apart, and old observations fade.
+    Short and long matches are counted apart.
     """
 
-    __slots__ = ("_expected", "_missed", "ratios")
+    __slots__ = ("_long", "_short")
 
     def __init__(self) -> None:
-        self._expected = [0.0, 0.0]
-        self._missed = [0.0, 0.0]
-        self.ratios = [1.0, 1.0]
-        """Of matches below and from `LONG` tokens: by how much misses are commoner than the table has it."""
+        self._short, self._long = Tally(), Tally()
 
     def record(self, length: int, worth: float, hit: bool) -> None:
         """A token came where a match of `length` tokens had promised one with probability `worth`."""
-        group = length >= LONG
-        expected = self._expected[group] = self._expected[group] * _MEMORY + 1.0 - worth
-        missed = self._missed[group] = self._missed[group] * _MEMORY + (not hit)
-        self.ratios[group] = (missed + _STUBBORNNESS) / (expected + _STUBBORNNESS)
+        (self._long if length >= LONG else self._short).record(worth, hit)
 
     def score(self, length: int, worth: float) -> float:
         """The probability after correction, from 0 to `HIGHEST`."""
-        corrected = 1.0 - (1.0 - worth) * self.ratios[length >= LONG]
-        return 0.0 if corrected < 0.0 else min(corrected, HIGHEST)
+        return (self._long if length >= LONG else self._short).score(worth)
 
     def lone_scores(self, length: int, count: int) -> list[float]:
         """Of `count` drafts in a row that a single match of `length` tokens promises, which grows with each."""
-        short, long = self.ratios
+        short, long = self._short.ratio, self._long.ratio
         scores = []
         for reach in range(length, min(length + count, LONGEST)):
             score = 1.0 - _MISSES[reach] * (long if reach >= LONG else short)
