@@ -140,7 +140,8 @@ class Asking:
         seconds = self._costs.seconds(plain)
         rate = self._advantage * rows / seconds
         """What a second is worth, in tokens"""
-        others = max(round(self._num_drafts), 1)
+        # As if each had one at least: a price of none at all would have everybody asked at once, and then nobody.
+        others = max(round(self._num_drafts), rows)
         curve = self._costs.curve(plain, others)
         draft_price = rate * float(curve[-1] - curve[0]) / others
         """What verifying a draft costs, in tokens: by now, not when a request's yields were seen"""

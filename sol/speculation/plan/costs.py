@@ -5,8 +5,7 @@ linear, with stairs where a kernel's tiles are), and of shares for each request,
 context and each token of a prompt. The sum is fitted to steps measured at start-up. Running steps then correct it by
 factors: one for everything, which follows a machine that slows down or speeds up within a few steps, and slow ones for
 numbers of tokens and of requests, which mend what the fit got wrong. Factors are tracked in the logarithm by scalar
-Kalman filters, and an observation moves them by three standard deviations at most: a garbage collection or a
-neighbour's burst is one step's noise, not a new price.
+Kalman filters. A step or two far off are ignored: a garbage collection or a neighbour's burst is no new price.
 """
 
 from __future__ import annotations
@@ -31,7 +30,9 @@ _TYPICAL: Final = ((1, 1.0), (8, 1.15), (64, 4.0), (512, 30.0))
 _TYPICAL_WEIGHT: Final = 0.02
 _KNOTS_PER_OCTAVE: Final = 4
 _SCALE_SD, _SCALE_DRIFT = 0.1, 0.01
-_LOCAL_SD, _LOCAL_DRIFT = 0.04, 0.002
+_SURPRISES: Final = 3
+"""So many steps in a row beyond `_MAX_DEVIATIONS` are believed, fewer are not."""
+_LOCAL_SD, _LOCAL_DRIFT = 0.05, 0.002
 _LOCAL_FADING: Final = 0.002
 """Of each local factor at every step: what was wrong about a size that no step has had since must not stay so for ever,
 because nobody would then go back to it."""
@@ -109,6 +110,8 @@ class CostModel:
         slope = float(self._per_token[largest] - self._per_token[0]) / largest
         self._per_prompt_token = max(slope, 1e-3 * float(self._per_token[largest]) / largest, 1e-12)
         self._prompts_seen = 0
+        self._surprises = 0
+        """Steps in a row that took far longer or shorter than expected"""
 
     def seconds(self, shape: StepShape) -> float:
         rows, prompts = _split(shape)
@@ -162,6 +165,15 @@ class CostModel:
             + self._noise_variance
         )
         limit = _MAX_DEVIATIONS * math.sqrt(total)
+        if abs(error) > limit:
+            self._surprises += 1
+            if self._surprises < _SURPRISES:
+                return
+            # No pause, then: the machine is another one.
+            self._scale_variance += error * error / 4
+            total += error * error / 4
+            limit = _MAX_DEVIATIONS * math.sqrt(total)
+        self._surprises = 0
         error = min(max(error, -limit), limit)
         scale_gain = self._scale_variance / total
         gains = (here * local[knot] / total, there * local[knot + 1] / total)
