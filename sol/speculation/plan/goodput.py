@@ -30,7 +30,7 @@ from sol.speculation.plan.types import Candidate, Drafter, Emission, StepShape
 
 _MARGIN: Final = 1.005
 """A step with drafts has to promise so many times the goodput of the plain one."""
-_NEARLY: Final = 0.98
+_NEARLY: Final = 0.995
 """Fewer drafts are verified where they promise so much of the best goodput: improbable ones promise more than they
 keep, because those that were overrated come first."""
 
