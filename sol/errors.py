@@ -9,6 +9,7 @@
     │   ├── UnsupportedModelError   an architecture, format or option Sol does not implement
     │   └── TokenizerError          no tokenizer, or one that Sol does not know
     ├── OutOfMemoryError            the memory plan does not fit
+    ├── EndpointError               an endpoint that a tool measures is not there or does not answer as it must
     ├── RequestError                400: the request itself is wrong
     │   └── ContextLengthError      400: prompt (and output) exceed the model's length
     ├── AuthenticationError         401
@@ -66,6 +67,10 @@ class TokenizerError(ModelError):
 
 
 class OutOfMemoryError(SolError):
+    pass
+
+
+class EndpointError(SolError):
     pass
 
 
