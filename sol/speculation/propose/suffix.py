@@ -112,7 +112,7 @@ class SuffixProposer:
     weighted alike: a lone match of 2 tokens is right in 37 of 100 cases, one of 24 in 93. A text in which matches fare
     better or worse than that shows it soon: the probability of a miss is scaled by observed over expected misses in
     the output so far. So scores rise to 0.998 where an answer copies its prompt, and fall where matches mislead. On
-    those texts, expected and real accepted tokens differ by 6 %; where outputs copy with random edits, by 2 %.
+    those texts, expected and real accepted tokens differ by 6 %; where outputs copy with random edits, by 1 to 6 %.
 
     `max_tree_depth`: tokens over which a match is compared (vLLM's bounds match and draft together; here a draft is
     read from the text and needs no tree). `max_spec_factor`: drafts are at most so many times as many as the tokens
