@@ -28,7 +28,7 @@ from sol.speculation.plan.fixed import allowed
 from sol.speculation.plan.ledger import Ledger, without_drafts
 from sol.speculation.plan.types import Candidate, Drafter, Emission, StepShape
 
-_MARGIN: Final = 1.005
+_MARGIN: Final = 1.02
 """A step with drafts has to promise so many times the goodput of the plain one."""
 _NEARLY: Final = 0.995
 """Fewer drafts are verified where they promise so much of the best goodput: improbable ones promise more than they
