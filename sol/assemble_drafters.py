@@ -200,7 +200,7 @@ class GpuDrafters:
         draft = exits = None
         if plan.draft_model is not None:
             assert self._program is not None
-            own = replace(memory, num_blocks=num_blocks, kv_cache=num_blocks * memory.block_size * memory.kv_per_token)
+            own = replace(memory, num_blocks=num_blocks)
             data = allocate_kv_cache(own, plan.draft_model.model, plan.draft_model.dtype, self._settled.device)
             draft = EagerExecutor(self._program, self._ops(), KVCache(data))
         if plan.num_exit_layers is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,7 @@ from sol.ops.program import Ops
 from sol.runner.decode_graphs import decode_buckets
 from sol.runner.drafters import Drafters
 from sol.runner.gpu_runner import GpuRunner
-from sol.runner.memory import MemoryPlan, no_room_for_kv_cache
+from sol.runner.memory import MemoryPlan, allocate_kv_cache
 from sol.runner.verify_graphs import verify_buckets
 from sol.speculation.config import VerifyMethod
 
@@ -66,18 +67,8 @@ def build_gpu_runner(
     block_bytes = first.kv_per_token * first.block_size
 
     def make(num_blocks: int) -> GpuRunner:
-        shape = (
-            model.num_hidden_layers,
-            2,
-            num_blocks + 1,  # the last one is for scribbling
-            first.block_size,
-            model.num_key_value_heads,
-            model.head_dim,
-        )
-        try:
-            cache = KVCache(torch.empty(shape, dtype=dtype, device=device))
-        except torch.OutOfMemoryError as error:
-            raise no_room_for_kv_cache(first, error) from error
+        # The last block is for scribbling.
+        cache = KVCache(allocate_kv_cache(replace(first, num_blocks=num_blocks + 1), model, dtype, device))
         made = None if drafters is None else drafters(cache)
         return GpuRunner(
             program,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from arbitrary_controller import ArbitraryController
+from device_reference import DeviceReferenceOps
 from recorded_proposer import RecordedProposer
 
 from sol.config import SchedulerConfig
@@ -18,8 +18,7 @@ from sol.engine.core import EngineCore
 from sol.engine.scheduler import Scheduler
 from sol.engine.speculation import Speculation
 from sol.engine.types import EngineInfo, EngineRequest, RequestOutput
-from sol.ops import Dense, EagerExecutor, KVCache, Linear, Norm, Program, RaggedBatch, Rope
-from sol.ops.gpu.batch import DeviceBatch
+from sol.ops import Dense, EagerExecutor, KVCache, Linear, Norm, Program, Rope
 from sol.ops.program import AttentionInput, MlpInput, PagedAttention, ProjectResidual
 from sol.ops.reference import ReferenceOps
 from sol.runner.decode_graphs import LARGEST, decode_buckets
@@ -42,35 +41,6 @@ CONFIG = SchedulerConfig(
     num_blocks=30,
     enable_prefix_caching=True,
 )
-
-
-class DeviceReferenceOps(ReferenceOps):
-    """Reads on the host what a kernel reads on the device."""
-
-    def prepare(self, program: Program, batch: Any, kv_cache: KVCache) -> Any:
-        assert isinstance(batch, DeviceBatch)
-        starts = batch.query_start_loc.tolist()
-        query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
-        seq_lens, table = batch.seq_lens.tolist(), batch.block_table.long()
-        assert max(query_lens) <= batch.max_query_len
-        assert int(batch.seq_lens.max()) <= batch.max_seq_len
-        # A kernel skips requests without tokens, and leaves alone tokens that are nobody's; here they are somebody's.
-        kept = [index for index, length in enumerate(query_lens) if length]
-        query_lens, seq_lens, table = [query_lens[i] for i in kept], [seq_lens[i] for i in kept], table[kept]
-        for _ in range(starts[-1], batch.num_tokens):
-            query_lens.append(1)
-            seq_lens.append(1)
-            table = torch.cat([table, torch.full_like(table[:1], kv_cache.num_blocks - 1)])
-        ragged = RaggedBatch(
-            token_ids=batch.token_ids,
-            positions=batch.positions,
-            slot_mapping=batch.slot_mapping,
-            block_table=table,
-            query_lens=query_lens,
-            seq_lens=seq_lens,
-            logits_rows=torch.arange(0),
-        )
-        return super().prepare(program, ragged, kv_cache)
 
 
 @pytest.fixture(scope="module")
