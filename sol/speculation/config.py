@@ -43,8 +43,9 @@ class SpeculativeConfig:
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 0
     """Past outputs that are remembered for each tenant; 0: none"""
-    suffix_decoding_max_spec_factor: float = 1.0
-    suffix_decoding_min_token_prob: float = 0.1
+    suffix_decoding_max_spec_factor: float = 8.0
+    """vLLM's 1.0 and 0.1 stop many a draft that would have been right; here the controller knows when to stop."""
+    suffix_decoding_min_token_prob: float = 0.05
     num_exit_layers: int | None = None
     """Layers of the target that `early_exit` runs; None: a quarter of them"""
 
