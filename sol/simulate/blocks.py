@@ -126,11 +126,6 @@ class BlockPool:
         held.hashes.clear()
         held.num_private = held.num_published = 0
 
-    def clear(self) -> None:
-        """Forget what nobody holds."""
-        self._num_empty += len(self._cached)
-        self._cached.clear()
-
     def check_integrity(self, holders: Sequence[Held]) -> None:
         """Raise `AssertionError` unless every block is counted once and `holders` are all who hold any."""
         references: dict[int, int] = {}

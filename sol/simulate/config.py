@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,7 @@ def simulate_config(
         if name not in FILE_KEYS:
             raise ConfigError(f"unknown option {name!r:.80}: remove it, or correct its name", param=str(name)[:80])
     name = options.pop("profile", DEFAULT_PROFILE)
-    if name not in PROFILES:
+    if not isinstance(name, str) or name not in PROFILES:
         raise ConfigError(f"profile must be one of {', '.join(PROFILES)}, not {name!r:.80}", param="profile")
     laws = {**PROFILES[name], **{key: value for key, value in options.items() if key in _LAW_FIELDS}}
     names = options.pop("served_model_name", ["simulated"])
@@ -107,8 +108,14 @@ def _read_file(path: Path) -> Any:
             raise ConfigError(f"{path} is not JSON: {error}", param="config") from None
     import yaml  # only who writes YAML needs it
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Takes 4e-8 for a number, as YAML 1.2 and everybody who writes it do; PyYAML's 1.1 has it a string."""
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), list("-+0123456789")
+    )
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)  # noqa: S506  (it is a SafeLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}", param="config") from None
 

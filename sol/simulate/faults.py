@@ -5,7 +5,9 @@ them drawn with a seed, for those with a `header` (`name` or `name=value`), on o
 
     of one request    error, hang, reset, truncate, error_event, malformed, pause, wrong_usage, network
     of the engine     stall (no step ends), slow (steps take `factor` times as long, growing)
-    of the process    not_ready, unhealthy (`period`: it flaps), refuse, crash
+    of the process    not_ready, unhealthy (`period`: it flaps), stale_metrics, refuse, crash
+
+`error`, `hang`, `reset` and `network` may also be given the `path` of a route that does not generate, like /health.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from sol.simulate.noise import mix, uniform
 
 Kind = Literal[
     "error", "hang", "reset", "truncate", "error_event", "malformed", "pause", "wrong_usage", "network",
-    "stall", "slow", "not_ready", "unhealthy", "refuse", "crash",
+    "stall", "slow", "not_ready", "unhealthy", "stale_metrics", "refuse", "crash",
 ]  # fmt: skip
 
 REQUEST_KINDS: Final = frozenset(
@@ -34,8 +36,8 @@ _IN_STREAM: Final = frozenset({"reset", "truncate", "error_event", "malformed", 
 _FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "error": frozenset({"status", "retry_after", "message"}),
     "hang": frozenset(),
-    "reset": frozenset({"after_events"}),
-    "truncate": frozenset({"after_events", "clean"}),
+    "reset": frozenset({"after_events", "after_bytes"}),
+    "truncate": frozenset({"after_events", "after_bytes", "clean"}),
     "error_event": frozenset({"after_events", "message"}),
     "malformed": frozenset({"after_events"}),
     "pause": frozenset({"after_events", "seconds"}),
@@ -45,13 +47,16 @@ _FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "slow": frozenset({"factor", "growth_per_second"}),
     "not_ready": frozenset({"seconds"}),
     "unhealthy": frozenset({"seconds", "period"}),
+    "stale_metrics": frozenset({"seconds"}),
     "refuse": frozenset({"seconds"}),
     "crash": frozenset({"seconds", "startup_seconds"}),
 }
 """What a kind takes beside when and for whom. `seconds` of a state is its length: `end` in other words."""
 
 _OPTIONAL: Final = frozenset({"end", "retry_after", "seconds", "bytes_per_second", "period"})
-_STATES: Final = frozenset({"stall", "not_ready", "unhealthy", "refuse", "crash"})
+_STATES: Final = frozenset({"stall", "not_ready", "unhealthy", "stale_metrics", "refuse", "crash"})
+GENERATING: Final = ("/v1/completions", "/v1/chat/completions")
+_ANYWHERE: Final = frozenset({"error", "hang", "reset", "network"})
 _SELECTION: Final = frozenset({"share", "count", "header", "path"})
 
 
@@ -75,6 +80,8 @@ class Fault:
     message: str | None = None
     after_events: int = 0
     """Chunks of a stream that the client still gets. A response that is not streamed is hit as it is sent."""
+    after_bytes: int | None = None
+    """Instead: bytes of the response's body, which may end within an event."""
     clean: bool = False
     """Of a truncated stream: end the response's encoding properly, so that nothing but the missing end tells."""
     seconds: float | None = None
@@ -110,11 +117,17 @@ class Fault:
         self._require("share", self.share <= 1, "0 to 1")
         self._require("count", self.count is None or (_is_int(self.count) and self.count >= 1), "at least 1")
         self._require("after_events", _is_int(self.after_events) and self.after_events >= 0, "at least 0")
+        size = self.after_bytes
+        self._require("after_bytes", size is None or (_is_int(size) and size >= 0), "at least 0")
+        if size is not None and self.after_events:
+            raise ConfigError("after_events and after_bytes both say where; give one", param="after_bytes")
         self._require("status", _is_int(self.status) and 400 <= self.status <= 599, "an error's, 400 to 599")
         self._require("clean", isinstance(self.clean, bool), "true or false")
         for name in ("header", "path", "message"):
             value = getattr(self, name)
             self._require(name, value is None or (isinstance(value, str) and bool(value)), "a string, not empty")
+        allowed_path = self.kind in _ANYWHERE or self.path in (None, *GENERATING)
+        self._require("path", allowed_path, f"one of {' and '.join(GENERATING)} for a fault of this kind")
         self._require("bytes_per_second", self.bytes_per_second is None or self.bytes_per_second > 0, "more than 0")
         self._require("period", self.period is None or self.period > 0, "more than 0 seconds")
         self._require("end", self.end is None or self.end > self.start, f"later than its start ({self.start})")
@@ -217,7 +230,9 @@ class Faults:
             fault = active.fault
             if fault.is_state or not active.covers(now) or (fault.count is not None and active.hits >= fault.count):
                 continue
-            if fault.path not in (None, path) or not _has(headers, fault.header):
+            if fault.path != path and (fault.path is not None or path not in GENERATING):
+                continue
+            if not _has(headers, fault.header):
                 continue
             if fault.share < 1 and uniform(mix(mix(self._seed, active.id), ordinal)) >= fault.share:
                 continue

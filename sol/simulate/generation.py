@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -19,6 +20,10 @@ _STREAM_HEADERS: Final = (
     ("cache-control", "no-cache"),
     ("x-accel-buffering", "no"),
 )
+_TYPES: Final = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
+    503: "service_unavailable_error",
+}  # fmt: skip
 _MALFORMED: Final = b'data: {"id":"malformed","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"cont\n\n'
 
 
@@ -45,10 +50,14 @@ class Generation:
         self._stream = stream
         self._include_usage = include_usage
         self._speculates = speculates
-        self._in_stream = sorted((f for f in faults if f.in_stream), key=lambda fault: fault.after_events)
+        self._in_stream = sorted(
+            (f for f in faults if f.in_stream and f.after_bytes is None), key=lambda fault: fault.after_events
+        )
+        cutting = [fault for fault in faults if fault.after_bytes is not None]
+        self._cutter = min(cutting, key=lambda fault: fault.after_bytes or 0, default=None)
         self._on_end = on_end
         self._num_open = len(choices)
-        self._num_events = 0
+        self._num_events = self._num_bytes = 0
         self._ended = False
         exchange.on_leave = self._client_left
 
@@ -99,15 +108,21 @@ class Generation:
 
     def _write(self, events: Sequence[bytes]) -> bool:
         """False if a fault ended the response."""
-        if not self._in_stream:
+        if not self._in_stream and self._cutter is None:
             if events:
                 self.exchange.write(b"".join(events))
             return True
         for event in events:
             if self._strike():
                 return False
+            if self._cutter is not None and self._num_bytes + len(event) > (self._cutter.after_bytes or 0):
+                if rest := event[: (self._cutter.after_bytes or 0) - self._num_bytes]:
+                    self.exchange.write(rest)
+                self._break(self._cutter)
+                return False
             self.exchange.write(event)
             self._num_events += 1
+            self._num_bytes += len(event)
         return True
 
     def _strike(self) -> bool:
@@ -116,8 +131,7 @@ class Generation:
             fault = self._in_stream[0]
             exchange = self.exchange
             if fault.kind == "reset":
-                exchange.reset()
-                self._end("fault")
+                self._break(fault)
                 return True
             if not exchange.started and fault.kind != "pause":
                 exchange.start_stream(_STREAM_HEADERS)
@@ -132,16 +146,28 @@ class Generation:
                 self._end("fault")
                 return True
             else:
-                (exchange.finish if fault.clean else exchange.cut)()
-                self._end("fault")
+                self._break(fault)
                 return True
         return False
+
+    def _break(self, fault: Fault) -> None:
+        """`reset` or `truncate`, here and now."""
+        if fault.kind == "reset":
+            self.exchange.reset()
+        elif fault.clean:
+            self.exchange.finish()
+        else:
+            self.exchange.cut()
+        self._end("fault")
 
     def _respond(self) -> None:
         """What is not streamed, with the same faults as they look there."""
         exchange = self.exchange
         body = self._schema.whole(self.choices, self._usage())
-        for fault in self._in_stream:
+        size = len(body) // 2
+        if self._cutter is not None:
+            size = min(size, self._cutter.after_bytes or 0)
+        for fault in [*self._in_stream, *([] if self._cutter is None else [self._cutter])]:
             if fault.kind == "reset":
                 exchange.reset()
             elif fault.kind == "pause":
@@ -150,9 +176,9 @@ class Generation:
             elif fault.kind == "error_event":
                 respond_error(exchange, SolError(fault.message or "simulated failure"))
             elif fault.kind == "malformed" or fault.clean:
-                exchange.respond(200, body[: len(body) // 2], "application/json")
+                exchange.respond(200, body[:size], "application/json")
             else:
-                exchange.respond_partly(body, len(body) // 2, "application/json")
+                exchange.respond_partly(body, size, "application/json")
             self._end("fault")
             return
         exchange.respond(200, body, "application/json")
@@ -185,3 +211,16 @@ def error_event(error: SolError) -> bytes:
 def respond_error(exchange: Exchange, error: SolError) -> None:
     headers = [] if error.retry_after is None else [("retry-after", str(error.retry_after))]
     exchange.respond(error.status, json.dumps(error_body(error)).encode(), "application/json", headers)
+
+
+def respond_fault(exchange: Exchange, fault: Fault) -> None:
+    """The error response of a fault of kind `error`."""
+    headers = []
+    if fault.retry_after is not None:
+        headers.append(("retry-after", str(math.ceil(fault.retry_after))))
+        if fault.retry_after % 1:
+            headers.append(("retry-after-ms", str(round(fault.retry_after * 1000))))
+    default = "invalid_request_error" if fault.status < 500 else "internal_server_error"
+    message = fault.message or f"simulated failure with status {fault.status}"
+    error = {"message": message, "type": _TYPES.get(fault.status, default), "param": None, "code": "simulated"}
+    exchange.respond(fault.status, json.dumps({"error": error}).encode(), "application/json", headers)

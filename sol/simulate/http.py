@@ -138,11 +138,6 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self.closed: asyncio.Future[None] = self._loop.create_future()
 
-    @property
-    def idle(self) -> bool:
-        """Whether no request waits for its answer here."""
-        return self._exchange is None and not self._ready
-
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -51,7 +51,9 @@ class EngineLaws:
     verify_token_seconds: float = option(0.00001, "what verifying takes, a drafted token")
     noise: Noise = option("none", "lognormal: every step's duration is multiplied by a random factor with mean 1")
     noise_sigma: float = option(0.05, "standard deviation of the logarithm of that factor")
-    seed: int = option(0, "of everything that is random: noise, acceptance, lengths, faults, seeds of requests")
+    seed: int = option(
+        0, "of everything random: noise, acceptance, shares of faults, seeds of requests that bring none"
+    )
 
     def __post_init__(self) -> None:
         check_types(self)

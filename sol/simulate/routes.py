@@ -17,7 +17,7 @@ from sol.server.metrics import CONTENT_TYPE
 from sol.server.parsing import parse
 from sol.server.protocol import DetokenizeBody, TokenizeBody
 from sol.simulate import vocabulary
-from sol.simulate.faults import parse_fault
+from sol.simulate.faults import GENERATING, parse_fault
 from sol.simulate.generation import respond_error
 from sol.simulate.http import Exchange
 from sol.simulate.service import Service
@@ -87,6 +87,10 @@ class Routes:
             _fail(exchange, 405, "invalid_request_error", "method_not_allowed", message)
             return
         try:
+            if path not in GENERATING and path not in self._control and not _FAULT_PATH.fullmatch(path):
+                _, stopped = self._service.meet_faults(exchange)
+                if stopped:
+                    return
             route(exchange)
         except ConfigError as error:  # of a fault that was posted: the client's mistake here, not the server's
             respond_error(exchange, RequestError(error.message, param=error.param))

@@ -223,6 +223,7 @@ class _Port:
                 self._loop.call_later(0.1, self._resume, listener)
                 return
             accepted.setblocking(False)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for clients that vanish without a word
             task: asyncio.Task[object] = self._loop.create_task(
                 self._loop.connect_accepted_socket(lambda: Connection(self._handle, self._connections), accepted)
             )

@@ -8,7 +8,6 @@ late it was is in the metrics (`sol:simulate_lag_seconds`).
 from __future__ import annotations
 
 import itertools
-import json
 import time
 import uuid
 from collections import deque
@@ -37,8 +36,8 @@ from sol.simulate import vocabulary
 from sol.simulate.blocks import block_hashes
 from sol.simulate.config import SimulateConfig
 from sol.simulate.engine import SimulatedEngine, SimulatedRequest, Step
-from sol.simulate.faults import Fault, Faults
-from sol.simulate.generation import Generation, respond_error
+from sol.simulate.faults import GENERATING, Fault, Faults
+from sol.simulate.generation import Generation, respond_error, respond_fault
 from sol.simulate.http import Exchange
 from sol.simulate.language import answer, check_params, hash_tokens
 from sol.simulate.noise import mix
@@ -49,7 +48,8 @@ from sol.text.messages import flatten_messages
 
 MAX_RECORDS: Final = 10_000
 MAX_CHOICES: Final = 1024
-"""Of one request."""
+MAX_OUTPUT_TOKENS: Final = 2**17
+"""Of one request, all its choices together."""
 _LAG_BUCKETS: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 
 
@@ -72,6 +72,9 @@ class Service:
         self._open: dict[SimulatedRequest, tuple[Generation, Choice]] = {}
         self._generations: set[Generation] = set()
         self._ordinals = itertools.count()
+        self._probes = itertools.count()
+        """Ordinals of requests that do not generate: how often somebody looks is not to shift the others' luck."""
+        self._stale: bytes | None = None
         self._seeds = SeedSource(config.laws.seed)
         self._timer = Timer(self._wake)
         self._start_metrics()
@@ -121,21 +124,21 @@ class Service:
             generation.fail(error)
 
     def render_metrics(self) -> bytes:
+        stale = self.faults.state("stale_metrics", time.monotonic()) is not None
+        if stale and self._stale is not None:
+            return self._stale
         self.metrics.set_alive(self.why_unhealthy() is None)
         self._stats.observe(None)
-        return self.metrics.render()
+        text = self.metrics.render()
+        self._stale = text if stale else None
+        return text
 
     def generate(self, exchange: Exchange) -> None:
         """`/v1/completions` or `/v1/chat/completions`."""
         self.num_received += 1
         ordinal = next(self._ordinals)
-        met = self.faults.meet(time.monotonic(), ordinal, exchange.path, exchange.headers)
-        for fault in met:
-            if fault.kind == "network":
-                exchange.slow_down(fault.seconds or 0.0, fault.bytes_per_second)
-        stopper = next((fault for fault in met if fault.kind in ("error", "hang")), None)
-        if stopper is not None:
-            self._refuse(exchange, stopper)
+        met, stopped = self.meet_faults(exchange, ordinal)
+        if stopped:
             return
         try:
             reason = self.why_not_ready()
@@ -165,21 +168,25 @@ class Service:
             )
         return name or names[0]
 
-    def _refuse(self, exchange: Exchange, fault: Fault) -> None:
-        if fault.kind == "hang":  # the connection stays open, and that is all
-            return
-        self.metrics.count_error(fault.status, "simulated")
-        headers = []
-        if fault.retry_after is not None:
-            headers.append(("retry-after", str(-int(-fault.retry_after // 1))))
-            if fault.retry_after % 1:
-                headers.append(("retry-after-ms", str(round(fault.retry_after * 1000))))
-        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
-                 503: "service_unavailable_error"}  # fmt: skip
-        kind = kinds.get(fault.status, "invalid_request_error" if fault.status < 500 else "internal_server_error")
-        message = fault.message or f"simulated failure with status {fault.status}"
-        error = {"message": message, "type": kind, "param": None, "code": "simulated"}
-        exchange.respond(fault.status, json.dumps({"error": error}).encode(), "application/json", headers)
+    def meet_faults(self, exchange: Exchange, ordinal: int | None = None) -> tuple[list[Fault], bool]:
+        """The faults of a request, and whether one of them is all the answer that it gets."""
+        if ordinal is None:
+            ordinal = next(self._probes)
+        met = self.faults.meet(time.monotonic(), ordinal, exchange.path, exchange.headers)
+        for fault in met:
+            if fault.kind == "network":
+                exchange.slow_down(fault.seconds or 0.0, fault.bytes_per_second)
+        for fault in met:
+            if fault.kind == "hang":  # the connection stays open, and that is all
+                return met, True
+            if fault.kind == "error":
+                self.metrics.count_error(fault.status, "simulated")
+                respond_fault(exchange, fault)
+                return met, True
+            if fault.kind == "reset" and exchange.path not in GENERATING:
+                exchange.reset()
+                return met, True
+        return met, False
 
     def _begin(self, exchange: Exchange, ordinal: int, met: list[Fault]) -> Generation:
         """Everything about a request that can be wrong is found here. Raises `SolError`."""
@@ -213,6 +220,7 @@ class Service:
         drafters = [DRAFTER] if laws.num_speculative_tokens else []
         speculation = speculation_params(body, drafters)
         choices: list[Choice] = []
+        num_tokens = 0
         response_id = uuid.UUID(int=mix(laws.seed, ordinal) << 64 | mix(laws.seed + 1, ordinal)).hex
         for prompt_index, prompt in enumerate(prompts):
             room = self._check_length(len(prompt), params, "messages" if isinstance(body, ChatBody) else "prompt")
@@ -232,6 +240,13 @@ class Service:
                     speculate=speculation is None or speculation.enabled,
                 )
                 choices.append(Choice(len(choices), prompt_index, said, request))
+                num_tokens += len(said.token_ids)
+                if num_tokens > MAX_OUTPUT_TOKENS:  # writing them ahead would hold up everybody
+                    raise RequestError(
+                        f"the choices of this request have more than {MAX_OUTPUT_TOKENS} tokens together; send several "
+                        "requests",
+                        param="n",
+                    )
         options = body.stream_options
         include_usage = options is not None and bool(options.include_usage)
         chat = isinstance(body, ChatBody)

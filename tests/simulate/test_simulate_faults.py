@@ -99,6 +99,10 @@ def test_the_next_change_is_that_of_the_port() -> None:
         ({"kind": "slow", "factor": 0}, "factor"),
         ({"kind": "unhealthy", "period": 0}, "period"),
         ({"kind": "truncate", "clean": 1}, "clean"),
+        ({"kind": "truncate", "after_bytes": -1}, "after_bytes"),
+        ({"kind": "reset", "after_bytes": 5, "after_events": 5}, "after_bytes"),
+        ({"kind": "pause", "seconds": 1, "path": "/health"}, "path"),
+        ({"kind": "error", "path": 3}, "path"),
         ({"kind": "slow", "factor": float("inf")}, "factor"),
     ],
 )
