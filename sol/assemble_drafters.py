@@ -32,12 +32,13 @@ from sol.ops.reference import ReferenceOps
 from sol.runner import cpu_kernels
 from sol.runner.cpu_kernels import CpuKernels, choose_kernels
 from sol.runner.device import resolve_dtype
+from sol.runner.draft_sampling import sample_drafts
 from sol.runner.gpu_runner import WARM_UP_TOKENS
 from sol.runner.memory import allocate_kv_cache, kv_bytes_per_token, no_room_for_kv_cache, workspace_bytes
 from sol.speculation.config import SpeculativeConfig
 from sol.speculation.propose.draft_model import DraftModelProposer
 from sol.speculation.propose.early_exit import EarlyExitProposer, default_exit_layers, first_layers
-from sol.speculation.propose.model_drafter import ModelDrafter
+from sol.speculation.propose.model_drafter import ModelDrafter, SampleMany
 from sol.speculation.propose.protocol import Proposer
 from sol.speculation.propose.vocabulary import TokenTable, VocabularyMap, match_vocabularies
 from sol.version import __version__
@@ -205,7 +206,7 @@ class GpuDrafters:
             draft = EagerExecutor(self._program, self._ops(), KVCache(data))
         if plan.num_exit_layers is not None:
             exits = EagerExecutor(first_layers(self._target, plan.num_exit_layers), self._ops(), kv_cache)
-        drafters = _ready(self._settled, draft, exits, num_blocks)
+        drafters = _ready(self._settled, draft, exits, num_blocks, sample_drafts)
         for drafter in drafters:  # for the trial's cache as well: the modules of kernels take memory
             _warm_up(drafter, self._settled.max_num_seqs, num_blocks)
         return list(drafters)
@@ -219,7 +220,13 @@ def _warm_up(drafter: ModelDrafter, max_num_seqs: int, num_blocks: int) -> None:
             drafter.rehearse([1] * min(num_tokens, max_num_seqs), num_blocks, context=context)
 
 
-def _ready(settled: EnginePlan, draft: Executor | None, exits: Executor | None, num_blocks: int) -> list[ModelDrafter]:
+def _ready(
+    settled: EnginePlan,
+    draft: Executor | None,
+    exits: Executor | None,
+    num_blocks: int,
+    sample_many: SampleMany | None = None,
+) -> list[ModelDrafter]:
     """Drafters on these executors that have run their largest pass."""
     plan, speculative, memory = settled.drafters, settled.speculative, settled.memory
     drafters: list[ModelDrafter] = []
@@ -235,6 +242,7 @@ def _ready(settled: EnginePlan, draft: Executor | None, exits: Executor | None, 
                 max_num_tokens=plan.max_num_tokens,
                 sample_method=speculative.draft_sample_method,
                 device=settled.device,
+                sample_many=sample_many,
             )
         )
     if exits is not None:
@@ -246,6 +254,7 @@ def _ready(settled: EnginePlan, draft: Executor | None, exits: Executor | None, 
                 max_num_tokens=settled.max_num_seqs,
                 sample_method=speculative.draft_sample_method,
                 device=settled.device,
+                sample_many=sample_many,
             )
         )
     for drafter in drafters:

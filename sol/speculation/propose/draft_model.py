@@ -16,7 +16,7 @@ from sol.sampling.processing import SamplingRow
 from sol.speculation.config import DraftSampleMethod
 from sol.speculation.propose.model_batch import Span
 from sol.speculation.propose.model_blocks import ComputedBlocks, Context, Ints
-from sol.speculation.propose.model_drafter import Candidate, ModelDrafter
+from sol.speculation.propose.model_drafter import Candidate, ModelDrafter, SampleMany
 from sol.speculation.propose.protocol import ProposalRow
 from sol.speculation.propose.vocabulary import VocabularyMap
 
@@ -35,6 +35,7 @@ class DraftModelProposer(ModelDrafter):
         max_num_tokens: int,
         sample_method: DraftSampleMethod = "coupled",
         device: torch.device | None = None,
+        sample_many: SampleMany | None = None,
     ) -> None:
         super().__init__(
             executor,
@@ -43,6 +44,7 @@ class DraftModelProposer(ModelDrafter):
             max_num_tokens=max_num_tokens,
             sample_method=sample_method,
             device=device or torch.device("cpu"),
+            sample_many=sample_many,
         )
         self._vocabulary = vocabulary
         self._blocks = ComputedBlocks(num_blocks, block_size)

@@ -15,7 +15,7 @@ import torch
 from sol.errors import ConfigError
 from sol.ops.program import AttentionInput, Executor, Op, Program
 from sol.speculation.config import DraftSampleMethod
-from sol.speculation.propose.model_drafter import Candidate, ModelDrafter
+from sol.speculation.propose.model_drafter import Candidate, ModelDrafter, SampleMany
 from sol.speculation.propose.protocol import ProposalRow
 
 
@@ -31,6 +31,7 @@ class EarlyExitProposer(ModelDrafter):
         max_num_tokens: int,
         sample_method: DraftSampleMethod = "coupled",
         device: torch.device | None = None,
+        sample_many: SampleMany | None = None,
     ) -> None:
         super().__init__(
             executor,
@@ -39,6 +40,7 @@ class EarlyExitProposer(ModelDrafter):
             max_num_tokens=max_num_tokens,
             sample_method=sample_method,
             device=device or torch.device("cpu"),
+            sample_many=sample_many,
         )
 
     @property

@@ -7,8 +7,9 @@ each later one a single token, the draft before it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from sol.speculation.config import DraftSampleMethod
 from sol.speculation.propose.model_batch import Span, ragged_batch
 from sol.speculation.propose.model_blocks import Ints
 from sol.speculation.propose.protocol import Proposal, ProposalRow
+
+SampleMany: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingRow], Sequence[int]], list[int]]
 
 
 @dataclass(slots=True)
@@ -55,6 +58,8 @@ class ModelDrafter(ABC):
     `max_positions`: the drafter computes positions below it only, and drafts nothing for longer requests.
     `max_num_tokens`: of a forward pass; a request with more to catch up is caught up over several calls, and drafted
     for in the last of them.
+    `sample_many` picks coupled drafts of many requests at once, from logits [S, V], their rows and how many tokens each
+    has with its drafts; without it they are picked one by one.
     """
 
     def __init__(
@@ -66,7 +71,9 @@ class ModelDrafter(ABC):
         max_num_tokens: int,
         sample_method: DraftSampleMethod,
         device: torch.device,
+        sample_many: SampleMany | None = None,
     ) -> None:
+        self._sample_many = sample_many
         self._executor = executor
         self._block_size = block_size
         self._max_positions = max_positions
@@ -201,11 +208,14 @@ class ModelDrafter(ABC):
         likely, finite, chances = _look(logits, scaled, totals)
         if not any(finite) and not any(candidate.drafts for candidate in candidates):
             raise FloatingPointError(f"{self.name}: the logits are not finite: its weights or its dtype overflow")
+        sampled = self._picked_at_once(logits, candidates, finite)
         others, going_on = [], []
         for place, candidate in enumerate(candidates):
             if not finite[place]:
                 continue
-            token_id, probs = self._pick(logits[place], likely[place], candidate.row.sampling, candidate.drafts)
+            token_id, probs = sampled.get(place), None
+            if token_id is None:
+                token_id, probs = self._pick(logits[place], likely[place], candidate.row.sampling, candidate.drafts)
             candidate.drafts.append(token_id)
             candidate.scores.append(chances[place])
             if token_id != likely[place]:
@@ -221,6 +231,26 @@ class ModelDrafter(ABC):
             for candidate, chance in zip(owners, _chances(scaled, totals, places, token_ids).tolist(), strict=True):
                 candidate.scores[-1] = chance
         return going_on
+
+    def _picked_at_once(
+        self, logits: torch.Tensor, candidates: Sequence[Candidate], finite: Sequence[bool]
+    ) -> dict[int, int]:
+        """By place: the drafts of requests that sample, and want nothing that is computed one by one."""
+        if self._sample_many is None or self._sample_method != "coupled":
+            return {}
+        places = [
+            place
+            for place, candidate in enumerate(candidates)
+            if finite[place]
+            and not candidate.row.sampling.params.greedy
+            and not continued(candidate.row.sampling, candidate.drafts).changes_logits
+        ]
+        if not places:
+            return {}
+        chosen = [candidates[place] for place in places]
+        counts = [candidate.row.num_tokens + len(candidate.drafts) for candidate in chosen]
+        token_ids = self._sample_many(logits[places], [candidate.row.sampling for candidate in chosen], counts)
+        return {place: token_id for place, token_id in zip(places, token_ids, strict=True) if token_id >= 0}
 
     def _pick(
         self, logits: torch.Tensor, likely: int, row: SamplingRow, drafts: Sequence[int]

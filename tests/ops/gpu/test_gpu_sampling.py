@@ -49,6 +49,14 @@ def test_parity(vocabulary: int, position: int) -> None:
     assert token_ids == last == wanted
 
 
+def test_tokens_that_a_drafter_does_not_have() -> None:
+    logits = torch.randn(len(PARAMS), 500, generator=torch.Generator().manual_seed(2)) * 3
+    logits[:, 200:] = -torch.inf
+    token_ids, _, wanted = sample(logits, PARAMS, 1)
+    assert token_ids == wanted
+    assert max(wanted) < 200
+
+
 @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
 def test_parity_where_the_likely_tokens_do_not_fit(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_CAPACITY", 32)
