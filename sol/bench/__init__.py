@@ -5,7 +5,8 @@
     summary = summarise(stage, slo=parse_slo("ttft_p95<500ms,tpot_p95<30ms"))
 
 One way: `load` says when, `data` says what, `run` (over `endpoint`, `http`, `stream`) does it and leaves `records`;
-`tokens`, `statistics`, `metrics`, `client`, `scrape`, `slo` make figures of them; `result` and `report` write them down.
+`tokens`, `statistics`, `metrics`, `client`, `scrape`, `slo` make figures of them; `session` runs several loads,
+`result` and `report` write them down.
 """
 
 from sol.bench.data import Conversation, Data, Listed, Turn, built_in

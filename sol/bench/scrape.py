@@ -49,6 +49,8 @@ _COUNTERS: Final[Mapping[str, str]] = {
     "vllm:spec_decode_num_draft_tokens_total": "draft_tokens",
     "vllm:spec_decode_num_accepted_tokens_total": "accepted_tokens",
 }
+_SCALES: Final[Mapping[str, float]] = {"DCGM_FI_DEV_GPU_UTIL": 0.01}
+"""Where a share is given in percent."""
 _AVERAGED: Final = frozenset({"kv_cache_usage", "gpu_utilization", "mean_acceptance_length"})
 """Of several samples of one name (engines, GPUs) the mean; of all others the sum."""
 
@@ -67,7 +69,7 @@ def parse_metrics(content: bytes) -> dict[str, float]:
     for name, number in _LINE.findall(content):
         text = name.decode()
         try:
-            found.setdefault(_GAUGES.get(text) or _COUNTERS[text], []).append(float(number))
+            found.setdefault(_GAUGES.get(text) or _COUNTERS[text], []).append(float(number) * _SCALES.get(text, 1.0))
         except ValueError:
             continue
     return {name: sum(values) / len(values) if name in _AVERAGED else sum(values) for name, values in found.items()}

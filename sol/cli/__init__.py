@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from sol import openmp
-from sol.cli import chat, doctor, generate, pull, serve, simulate, verify
+from sol.cli import bench, chat, doctor, generate, pull, serve, simulate, verify
 from sol.errors import SolError
 from sol.version import __version__
 
@@ -21,6 +21,7 @@ _COMMANDS = {
     "generate": (generate, "complete prompts and print the text as it comes"),
     "chat": (chat, "talk to a model in the terminal"),
     "pull": (pull, "fetch a model and say where it is"),
+    "bench": (bench, "measure any OpenAI-compatible server under load"),
     "verify": (verify, "check on a model that speculation does not change what it says"),
     "simulate": (simulate, "answer like a model server with latencies and faults of your choice, and no model"),
     "doctor": (doctor, "what this machine has, what Sol will use, what a model costs in memory"),
