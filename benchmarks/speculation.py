@@ -2,8 +2,9 @@
 
     python benchmarks/speculation.py [--quick] [--only copying cells] [--method suffix] [--pairs 20] [--json FILE]
 
-copying  one stream whose answer copies from its prompt (edit this text, extract, continue a list): tokens a second with
-         lookup drafting over plain ones, for each lookup drafter. Bar: 1.8 times, over the three prompts.
+copying  one stream whose answer copies from its prompt (edit, extract, continue a list, restructure): tokens a second with
+         lookup drafting over plain ones, for each lookup drafter. `restructure` copies short pieces into another form.
+         Bar: 1.8 times, the geometric mean over the prompts with the better drafter.
 cells    named loads, plain and speculating in turn (ABBA, so that a drift of the machine cancels): the ratio of their
          times over all pairs, with a 95 % interval. Bars: the ratio is at least 0.98, the interval's lower end 0.95.
          chat copies little; adversarial is random text over eight tokens, in which every short match is found and
@@ -50,8 +51,9 @@ LIST = "\n".join(f'{{"id": {number}, "name": "item {number}", "price": {number}.
 RECORD = '{"name": "Alice Turner", "email": "alice.turner@example.com", "phone": "+1 555 0101", "city": "Boston"}'
 COPYING = {
     "edit": (True, f"Repeat this text exactly, but call the man Paul Harlan:\n\n{TEXT}"),
-    "extract": (False, f"{FACTS}\n\nNames, addresses, numbers and cities as JSON:\n{RECORD}\n"),
+    "extract": (True, f"Extract all sentences about Peter from this text. Copy them exactly:\n\n{TEXT}"),
     "list": (False, f"{LIST}\n"),
+    "restructure": (False, f"{FACTS}\n\nNames, addresses, numbers and cities as JSON:\n{RECORD}\n"),
 }
 """Whether it is a chat, and its text. Small as the model is, it copies here."""
 CHAT = (
@@ -160,7 +162,7 @@ def _student(degrees: int) -> float:
     """The two-sided 95 % quantile of Student's t: Cornish-Fisher's expansion about the normal one."""
     z = 1.959964
     terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return sum(term / degrees**power for power, term in enumerate(terms))
+    return float(sum(term / degrees**power for power, term in enumerate(terms)))
 
 
 def row(report: Report, name: str, pairs: Sequence[tuple[Run, Run]], differing: int, **more: Any) -> None:
@@ -216,7 +218,7 @@ def measure_cells(report: Report, encode: Any, *, pairs: int, method: str, short
             [[1000 + (i * k) % 8 for k in range(40)] for i in range(32)], SamplingParams(max_tokens=24, **chance)
         ),
         "copy 8": Load(
-            [encode(f"{i + 1}.\n{text}", is_chat) for i, (is_chat, text) in enumerate([*COPYING.values()] * 3)][:8],
+            [encode(f"{i + 1}.\n{text}", is_chat) for i, (is_chat, text) in enumerate([*COPYING.values()] * 2)],
             SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True),
         ),
     }
