@@ -2,9 +2,9 @@
 
     python benchmarks/speculation.py [--quick] [--only copying cells] [--method suffix] [--pairs 20] [--json FILE]
 
-copying  one stream whose answer copies from its prompt (edit, extract, continue a list, restructure): tokens a second with
-         lookup drafting over plain ones, for each lookup drafter. `restructure` copies short pieces into another form.
-         Bar: 1.8 times, the geometric mean over the prompts with the better drafter.
+copying  one stream whose answer copies from its prompt (edit, extract, continue a list, restructure): tokens a second
+         with lookup drafting over plain ones, for each lookup drafter. `restructure` copies short pieces into another
+         form. Bar: 1.8 times, the geometric mean over the prompts with the better drafter.
 cells    named loads, plain and speculating in turn (ABBA, so that a drift of the machine cancels): the ratio of their
          times over all pairs, with a 95 % interval. Bars: the ratio is at least 0.98, the interval's lower end 0.95.
          chat copies little; adversarial is random text over eight tokens, in which every short match is found and
