@@ -97,7 +97,7 @@ class Sol:
         if streams > 1:
             step = streams * PROMPT
             options |= {"max_num_batched_tokens": max(step, PREFILL), "max_num_prefill_tokens": max(step, PREFILL)}
-        self.llm = LLM(model=model, device="cpu", **options)
+        self.llm = LLM(model=model, device="cpu", speculation="off", **options)
         self.tokens: list[int] = []
         """Of the first stream, last time."""
 

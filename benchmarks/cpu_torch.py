@@ -28,7 +28,7 @@ WAITING = {"default": {}, "GOMP_SPINCOUNT=4000": {"GOMP_SPINCOUNT": "4000"}, "pa
 STREAM = """
 import time, torch
 from sol import LLM, SamplingParams
-llm = LLM(max_model_len=128)
+llm = LLM(max_model_len=128, speculation="off")
 params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24, detokenize=False)
 for _ in range(2):
     begin = time.perf_counter()
