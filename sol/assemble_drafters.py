@@ -165,10 +165,10 @@ class GpuDrafters:
     Drafters compute op by op on the target's stream, between its graphs, when the step is read after which they draft.
     The order of the stream is all that keeps the two apart, and it is enough:
 
-    - The scheduler plans nothing behind a step after which somebody writes ahead, so as a rule no step is under way when
-      they run. Nothing depends on it: one that is (the requests that were to be waited for have left) has no token of a
-      request that is drafted for, since the runner drafts for none that left or was preempted in that step's plan. So
-      the drafter and the step write to different blocks.
+    - The scheduler plans nothing behind a step after which somebody writes ahead, so as a rule no step is under way
+      when they run. If one is, because the requests to be waited for have left, it has no token of a request that is
+      drafted for: the runner drafts for none that left or was preempted in that step's plan. So the drafter and the
+      step write to different blocks.
     - A block goes to somebody else in a later plan only, so its new owner writes to it later in the stream. Of a draft
       model's cache nothing is believed but the tokens that were written (`ComputedBlocks`), and its books are kept in
       the order in which passes are started.
