@@ -48,6 +48,7 @@ class Exchange:
         self.started = False
         self.finished = False
         self.request_id = ""
+        self.on_control_port = False
         self.extra_headers: list[Header] = []
         """For the response's head."""
         self._chunked = connection.keeps_chunks

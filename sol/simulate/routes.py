@@ -64,6 +64,7 @@ class Routes:
 
     def handle_control(self, exchange: Exchange) -> None:
         """On the control port, which no fault touches."""
+        exchange.on_control_port = True
         self._handle(exchange, self._control)
 
     def _handle(self, exchange: Exchange, table: dict[str, dict[str, Route]]) -> None:
@@ -197,22 +198,27 @@ class Routes:
         if replace:
             self._service.faults.clear()
         added = self._service.faults.add(faults, now)
-        # The answer leaves before what it sets can close the connection.
-        _json(exchange, {"faults": [active.as_dict(now) for active in added]})
-        self._on_faults()
+        result = {"faults": [active.as_dict(now) for active in added]}
+        # What was asked for is so when its answer comes; but a crash would take the answer with it.
+        if any(fault.kind == "crash" for fault in faults) and not exchange.on_control_port:
+            _json(exchange, result)
+            self._on_faults()
+        else:
+            self._on_faults()
+            _json(exchange, result)
 
     def _clear_faults(self, exchange: Exchange) -> None:
         self._service.faults.clear()
-        _json(exchange, {"faults": []})
         self._on_faults()
+        _json(exchange, {"faults": []})
 
     def _remove_fault(self, exchange: Exchange) -> None:
         match = _FAULT_PATH.fullmatch(exchange.path)
         if match is None or not self._service.faults.remove(int(match[1])):
             _fail(exchange, 404, "not_found_error", "unknown_fault", "there is no fault with this id; GET lists them")
             return
-        self._list_faults(exchange)
         self._on_faults()
+        self._list_faults(exchange)
 
     def _state(self, exchange: Exchange) -> None:
         service, now = self._service, time.monotonic()

@@ -3,19 +3,22 @@
     async with SimulatedServer(SimulateConfig(port=0)) as server:
         ...  # server.url
 
-`serve` is the same until SIGINT or SIGTERM. A server that is told to stop says so (`/ready`, and 503 to new work), lets
-open responses end for `drain_seconds`, fails those that are left, and is gone. A second signal waits for nobody.
+`in_thread` is the same without an event loop, and `serve` the same until SIGINT or SIGTERM. A server that is told to
+stop says so (`/ready`, and 503 to new work), lets open responses end for `drain_seconds`, fails those that are left,
+and is gone. A second signal waits for nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import errno
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Self
 
 import uvloop
@@ -233,6 +236,40 @@ class _Port:
     def _resume(self, listener: socket.socket) -> None:
         if self._socket is listener and self.is_open:
             self._loop.add_reader(listener, self._accept)
+
+
+@contextlib.contextmanager
+def in_thread(config: SimulateConfig) -> Iterator[SimulatedServer]:
+    """A running server for callers without an event loop, in a thread of its own. Raises `ConfigError`.
+
+    Only `url` and `control_url` of what is yielded are the caller's: everything else lives in the other thread.
+    """
+    started: concurrent.futures.Future[tuple[SimulatedServer, asyncio.AbstractEventLoop, asyncio.Event]]
+    started = concurrent.futures.Future()
+
+    async def run() -> None:
+        async with SimulatedServer(config) as server:
+            done = asyncio.Event()
+            started.set_result((server, asyncio.get_running_loop(), done))
+            await done.wait()
+
+    def main() -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(run())
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=main, name="sol-simulate", daemon=True)
+    thread.start()
+    server, loop, done = started.result()
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()
 
 
 def serve(config: SimulateConfig, *, on_ready: Callable[[SimulatedServer], None] | None = None) -> int:

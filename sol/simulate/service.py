@@ -135,6 +135,9 @@ class Service:
 
     def generate(self, exchange: Exchange) -> None:
         """`/v1/completions` or `/v1/chat/completions`."""
+        # It arrived now: what it costs here to read it and to write its answer ahead is no part of the law.
+        now = time.monotonic()
+        self.engine.advance(now, self._on_step)
         self.num_received += 1
         ordinal = next(self._ordinals)
         met, stopped = self.meet_faults(exchange, ordinal)
@@ -149,9 +152,6 @@ class Service:
             self.metrics.count_error(error.status, error_code(error))
             respond_error(exchange, error)
             return
-        now = time.monotonic()
-        # Steps that ended before this request came are written first.
-        self.engine.advance(now, self._on_step)
         self._generations.add(generation)
         for choice, timeline in zip(generation.choices, generation.timelines, strict=True):
             self._open[choice.request] = generation, choice

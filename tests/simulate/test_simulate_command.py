@@ -19,6 +19,7 @@ from sol.cli.simulate import chosen_config
 from sol.errors import ConfigError
 from sol.simulate import PROFILES, profile
 from sol.simulate.config import SimulateConfig
+from sol.simulate.server import in_thread
 
 PAGE = (Path(__file__).parents[2] / "docs" / "measure.md").read_text()
 
@@ -96,6 +97,20 @@ def test_a_busy_port_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None
         port = holder.getsockname()[1]
         assert main(["simulate", "--port", str(port)]) == 2
     assert f"port {port} is in use" in capsys.readouterr().err
+
+
+def test_it_runs_in_a_thread_for_who_has_no_event_loop() -> None:
+    config = SimulateConfig(port=0)
+    with in_thread(config) as server, in_thread(config) as other:
+        assert json.load(urllib.request.urlopen(f"{server.url}/health")) == {"status": "ok"}
+        assert server.url != other.url
+        with (
+            pytest.raises(ConfigError, match="in use"),
+            in_thread(SimulateConfig(port=int(server.url.rpartition(":")[2]))),
+        ):
+            pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
 
 
 def test_what_it_prints_works_as_printed_and_sigterm_lets_streams_end() -> None:
