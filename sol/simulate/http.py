@@ -21,6 +21,8 @@ import httptools
 
 MAX_BODY_BYTES: Final = 32 * 2**20
 _MAX_HEADER_BYTES: Final = 64 * 2**10
+_MAX_PIPELINED: Final = 1024
+_MAX_PIPELINED_BYTES: Final = 2**20
 _REASONS: Final = {
     200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed",
     408: "Request Timeout", 409: "Conflict", 413: "Content Too Large", 422: "Unprocessable Content",
@@ -127,6 +129,8 @@ class Connection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._ready: deque[tuple[str, bytes, dict[str, str], bytes, bool, bool]] = deque()
+        self._queued_bytes = 0
+        """Of bodies that came while another request was answered"""
         self._exchange: Exchange | None = None
         self.keep_alive = True
         self.keeps_chunks = True
@@ -207,8 +211,11 @@ class Connection(asyncio.Protocol):
         self._ready.append((method, self._url, self._headers, b"".join(self._body), modern, keep))
         if self._exchange is None and len(self._ready) == 1:
             self._take()
-        else:  # pipelined: it waits, and so do those behind it
-            self._transport.pause_reading()
+        else:  # pipelined: it waits
+            self._queued_bytes += self._body_bytes
+            # Who does not read does not hear that the client leaves, so only what would take much memory has to wait.
+            if len(self._ready) > _MAX_PIPELINED or self._queued_bytes > _MAX_PIPELINED_BYTES:
+                self._transport.pause_reading()
 
     def _count_header(self, size: int) -> None:
         self._header_bytes += size
@@ -240,6 +247,7 @@ class Connection(asyncio.Protocol):
         if self._ready:
             self._loop.call_soon(self._take)  # not from here: a thousand pipelined ones would be a deep recursion
         else:
+            self._queued_bytes = 0
             self._transport.resume_reading()
 
     def _take(self) -> None:

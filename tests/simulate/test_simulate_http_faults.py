@@ -222,6 +222,16 @@ async def test_a_hang_lasts_until_the_client_leaves() -> None:
         assert server.service.engine.counters.num_generated_tokens == 6
 
 
+async def test_a_client_that_pipelines_behind_a_hang_and_leaves_is_noticed() -> None:
+    async with serving(Fault(kind="stall")) as server:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        writer.write(post(PATH, STREAM) * 3)
+        await until(lambda: server.service.num_open == 1)
+        writer.close()
+        await until(lambda: server.service.num_open == 0)
+        assert server.service.num_received == 1
+
+
 async def test_a_stalled_engine_is_alive_and_goes_on_when_the_stall_is_taken_away() -> None:
     async with serving() as server:
         added = await control(server, "POST", json=[{"kind": "stall"}])
