@@ -32,7 +32,11 @@ a request leaves at its time."""
 _POLLING_GAP_SECONDS: Final = 0.01
 """Mean time between arrivals from which on that is affordable: a fifth of one core at most."""
 _AHEAD: Final = 64
-"""Requests that are encoded before they are due."""
+"""Requests that are encoded before they are due, in moments in which nothing else is to be done."""
+_AHEAD_BYTES: Final = 256 * 2**20
+"""The most that the requests may take which a closed loop has ready for its beginning."""
+_PREPARING_SECONDS: Final = 0.002
+"""The most that such a moment may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +137,10 @@ class _Run:
     async def run(self, companion: Callable[[Pool, float], Any] | None) -> Stage:
         stage = self._stage
         wanted = self._load.concurrency if isinstance(self._load, ClosedLoop) else 1
-        while len(self._prepared) < min(wanted, _AHEAD):
+        size = 0
+        while len(self._prepared) < wanted and size < _AHEAD_BYTES:
             self._prepare_next()
+            size += len(self._prepared[-1][1])
         stage.started_at = time.time()
         self._origin = self._pool.clock()
         cpu = time.process_time()
@@ -242,6 +248,10 @@ class _Run:
 
     # Requests
 
+    def _prepare_ahead(self, until: float) -> None:
+        while len(self._prepared) < _AHEAD and self.now() < until:
+            self._prepare_next()
+
     def _prepare_next(self) -> None:
         conversation = self._data.conversation(self._next)
         self._next += 1
@@ -267,8 +277,6 @@ class _Run:
             self._stage.records.append(record)
             await _Exchange(self, record, keep_text=self._keep_text or several).run(request)
             due = record.end
-            if not self._prepared:
-                self._prepare_next()
             if not record.ok:
                 break
             if several:
@@ -302,6 +310,8 @@ class _Run:
             beats.lag.append(lag)
             beats.in_flight.append(self._tally.num_in_flight)
             self._tally.longest_lag = max(self._tally.longest_lag, lag)
+            if lag < _PREPARING_SECONDS and not self._over:
+                self._prepare_ahead(now + _PREPARING_SECONDS)
             if lag > beats.interval:  # one long lag, not one for each beat that was missed
                 due = now
 

@@ -101,6 +101,9 @@ class ResponseSink:
             if self._record.status == 200 or len(self._buffer) < _MAX_ERROR_BODY:
                 self._buffer += data
             return
+        if not self._buffer and data.startswith(b"data: ") and data.find(b"\n\n") == len(data) - 2:
+            self._take_event(data[6:-2], now - self._origin)  # one whole event, as most reads bring
+            return
         if self._buffer:
             data = self._buffer + data
         # An event ends with an empty line; what follows the last one waits for the rest.
@@ -159,39 +162,33 @@ class ResponseSink:
         if chunk.error is not None or (chunk.object == "error" and chunk.choices is None):
             self._fail("stream_error", _message_of(chunk.error if chunk.error is not None else chunk.message))
             return
-        total = self._take_usage(chunk.usage)
-        characters, exact, output = 0, 0, False
+        record = self._record
+        total = None if chunk.usage is None else self._take_usage(chunk.usage)
+        characters = tokens = 0
         for choice in chunk.choices or ():
+            text, delta = choice.text or "", choice.delta
             if choice.finish_reason is not None:
-                self._record.finish_reason = choice.finish_reason
-            size, tokens = self._take_choice(choice, now)
-            characters += size
-            exact += tokens
-            output = output or size > 0 or tokens > 0
+                record.finish_reason = choice.finish_reason
+            if delta is not None:
+                text = delta.content or ""
+                if delta.reasoning_content or delta.reasoning or delta.tool_calls:
+                    characters += _hidden(delta)
+            if text:
+                characters += len(text)
+                if record.first_content is None:
+                    record.first_content = now
+                if self._keep_text:
+                    self._texts.append(text)
+            if choice.speculation is not None:
+                for segment in choice.speculation.segments or ():
+                    if segment.origin != "prompt":
+                        tokens += segment.tokens
+            elif choice.token_ids is not None:
+                tokens += len(choice.token_ids)
         if total is not None and chunk.choices:  # a usage without choices is the final sum, and no arrival
-            exact, self._usage_tokens = total - self._usage_tokens, total
-            output = output or exact > 0
-        if output:
-            self._arrival(now, exact, characters)
-
-    def _take_choice(self, choice: _Choice, now: float) -> tuple[int, int]:
-        """(characters, tokens as far as the chunk says) of a chunk's choice."""
-        text, hidden = choice.text or "", 0
-        if choice.delta is not None:
-            text = choice.delta.content or ""
-            hidden = len(choice.delta.reasoning_content or choice.delta.reasoning or "")
-            if choice.delta.tool_calls:
-                hidden += len(msgspec.json.encode(choice.delta.tool_calls))
-        if text and self._record.first_content is None:
-            self._record.first_content = now
-        if self._keep_text and text:
-            self._texts.append(text)
-        tokens = 0
-        if choice.speculation is not None and choice.speculation.segments:
-            tokens = sum(segment.tokens for segment in choice.speculation.segments if segment.origin != "prompt")
-        elif choice.token_ids:
-            tokens = len(choice.token_ids)
-        return len(text) + hidden, tokens
+            tokens, self._usage_tokens = total - self._usage_tokens, total
+        if characters or tokens > 0:
+            self._arrival(now, tokens, characters)
 
     def _arrival(self, now: float, tokens: int, characters: int) -> None:
         record = self._record
@@ -204,9 +201,7 @@ class ResponseSink:
             record.counts.append(tokens)
             record.characters.append(characters)
 
-    def _take_usage(self, usage: _Usage | None) -> int | None:
-        if usage is None:
-            return None
+    def _take_usage(self, usage: _Usage) -> int | None:
         record = self._record
         record.prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else record.prompt_tokens
         if usage.completion_tokens is not None:
@@ -225,13 +220,20 @@ class ResponseSink:
         if whole.error is not None or not whole.choices:
             self._fail("malformed", f"the response has no choices: {self._buffer[:200]!r}")
             return
-        self._take_usage(whole.usage)
+        if whole.usage is not None:
+            self._take_usage(whole.usage)
         choice = whole.choices[0]
         self._record.finish_reason = choice.finish_reason
         text = choice.text if choice.text is not None else (choice.message and choice.message.content) or ""
         if self._keep_text:
             self._texts.append(text)
         self._arrival(now, self._record.completion_tokens or 0, len(text))
+
+
+def _hidden(delta: _Delta) -> int:
+    """Characters of what is output and no content: reasoning, calls of tools."""
+    size = len(delta.reasoning_content or delta.reasoning or "")
+    return size + len(msgspec.json.encode(delta.tool_calls)) if delta.tool_calls else size
 
 
 def _error_text(body: bytes) -> str:
