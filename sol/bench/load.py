@@ -95,11 +95,13 @@ def at_rate(
     end = rate if final_rate is None else final_rate
     horizon = None if seconds is None else (rate + end) / 2 * seconds
     """What the integral of the rate comes to: the expected number."""
-    limit = num_conversations if horizon is None else min(num_conversations or MAX_REQUESTS, _ample(horizon))
-    assert limit is not None
+    limit = min(
+        MAX_REQUESTS + 1 if num_conversations is None else num_conversations,
+        MAX_REQUESTS + 1 if horizon is None else _ample(horizon),
+    )
     if limit > MAX_REQUESTS:
         raise ConfigError(
-            f"the load has about {limit:,} requests, above {MAX_REQUESTS:,}: give a shorter duration or a lower rate",
+            f"the load has more than {MAX_REQUESTS:,} requests: give a shorter duration or a lower rate",
             param="rate",
         )
     if arrivals == "poisson":

@@ -7,6 +7,7 @@ Only lines with a wanted name are parsed: reading all of a large page would make
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Mapping
 from typing import Final
@@ -69,9 +70,11 @@ def parse_metrics(content: bytes) -> dict[str, float]:
     for name, number in _LINE.findall(content):
         text = name.decode()
         try:
-            found.setdefault(_GAUGES.get(text) or _COUNTERS[text], []).append(float(number) * _SCALES.get(text, 1.0))
+            value = float(number) * _SCALES.get(text, 1.0)
         except ValueError:
             continue
+        if math.isfinite(value):
+            found.setdefault(_GAUGES.get(text) or _COUNTERS[text], []).append(value)
     return {name: sum(values) / len(values) if name in _AVERAGED else sum(values) for name, values in found.items()}
 
 

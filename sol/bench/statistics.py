@@ -172,7 +172,7 @@ def _quantile(ordered: Floats, level: float) -> float:
 
 def _levels(p: float, effective: float) -> tuple[float, float] | None:
     """Between which quantiles of n samples the true p-quantile lies with 95%, equal parts on both sides."""
-    n = max(1, int(effective))
+    n = max(1, int(effective + 1e-6))
     if n > _MAX_EXACT:
         half = _Z * math.sqrt(p * (1 - p) / n)
         return p - half, p + half

@@ -36,9 +36,6 @@ _TEXT: Final = """
 _WORDS: Final = tuple(_TEXT.split())
 """Common words, most of which are one token of most vocabularies."""
 
-_SIZES: Final = (16, 272)
-"""Words of the two texts by which words are turned into tokens."""
-
 BLOCK_TOKENS: Final = 512
 """What one of Mooncake's `hash_ids` stands for."""
 
@@ -60,18 +57,21 @@ async def calibrate(endpoint: Endpoint) -> WordLengths:
     pool = endpoint.pool()
     try:
         counted = []
-        for size in _SIZES:
-            record = await probe(endpoint, pool, words(np.random.default_rng([0xCA11, size]), size), 1)
+        for repetitions in (1, 2):
+            record = await probe(endpoint, pool, " ".join(_WORDS * repetitions), 1)
             if not record.ok:
-                raise EndpointError(f"{endpoint.url} refused a text of {size} words: {record.error}: {record.message}")
+                raise EndpointError(
+                    f"{endpoint.url} refused a text of {len(_WORDS) * repetitions} words: {record.error}: "
+                    f"{record.message}"
+                )
             counted.append(record.prompt_tokens)
     finally:
         pool.close()
     first, second = counted
     if first is None or second is None or second <= first:
         return WordLengths()
-    per_word = (second - first) / (_SIZES[1] - _SIZES[0])
-    return WordLengths(max(0.0, first - per_word * _SIZES[0]), per_word)
+    # All words once, and all of them twice: what the second time added is all words' tokens and nothing else.
+    return WordLengths(max(0.0, 2.0 * first - second), (second - first) / len(_WORDS))
 
 
 def words(rng: np.random.Generator, count: int) -> str:
