@@ -34,15 +34,15 @@ BOUND: Final = 0.98
 
 def num_exchanges(streams: int) -> int:
     """Enough of them that what is learned once does not count for much, as in an engine that runs for long."""
-    return max(streams + 15, min(4 * streams, 3 * streams + 64, 2 * streams + 128))
+    return max(2 * streams + 15, min(4 * streams, 3 * streams + 64))
 
 
 class Cell:
     """One workload at one number of streams on one machine."""
 
-    def __init__(self, table: CostTable, workload: str, streams: int) -> None:
-        self._table, self._streams = table, streams
-        self._exchanges = exchanges(workload, num_exchanges(streams))
+    def __init__(self, table: CostTable, workload: str, streams: int, *, seed: int = 0, work_ahead: int = 0) -> None:
+        self._table, self._streams, self._work_ahead = table, streams, work_ahead
+        self._exchanges = exchanges(workload, num_exchanges(streams), seed)
 
     def plain(self) -> Run:
         return self._run(None, ())
@@ -68,6 +68,7 @@ class Cell:
             controller,
             drafters,
             num_speculative_tokens=MOST_TOKENS,
+            work_ahead=self._work_ahead,
         )
 
 

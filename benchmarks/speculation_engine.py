@@ -23,13 +23,17 @@ from sol.engine.types import EngineInfo, EngineRequest, SchedulerOutput, StepOut
 from sol.runner.drafters import Drafters, as_draft
 from sol.sampling.processing import SamplingRow
 from sol.sampling_params import SamplingParams
-from sol.speculation.plan import Controller, StepShape
+from sol.speculation.plan import Controller, GoodputController, StepShape
 from sol.speculation.propose import Proposal, ProposalRow, Proposer
 from sol.speculation.propose.ngram import NgramProposer
 from sol.speculation.propose.suffix import SuffixProposer
 
 LOOKUP_CALL, LOOKUP_ROW, LOOKUP_TOKEN = 5e-6, 8e-6, 3e-6
 """Seconds of a lookup drafter: a call, a request, and a token that is new to it since it was last asked."""
+CONTROLLER_STEP, CONTROLLER_ROW, CONTROLLER_DRAFT = 40e-6, 1e-6, 8e-6
+"""Seconds of what decides and learns: a step, a request that decodes, and one that has drafts at hand"""
+FIXED_STEP, FIXED_ROW = 20e-6, 3.5e-6
+"""The same of a fixed setting, which does nothing but keep the books"""
 MOST_TOKENS_A_STEP: Final = 16_384
 """So many that no prompt waits: else prompts would decide how many requests run at a time, not the streams"""
 VOCAB_SIZE: Final = 100_000
@@ -44,7 +48,9 @@ class CostTable:
     """Seconds of a step by requests and tokens of each, as `speculation_costs.py` and `gpu_verify.py` write them."""
 
     def __init__(self, file: Path) -> None:
-        rows = [row for row in json.loads(file.read_text(encoding="utf-8"))["rows"] if "seconds" in row]
+        content = json.loads(file.read_text(encoding="utf-8"))
+        rows = [row for row in content["rows"] if "seconds" in row]
+        self.is_gpu = "card" in content
         grid = [row for row in rows if "chunk" not in row]
         self.context: int = grid[0]["context"]
         self._lines: dict[int, tuple[list[float], list[float]]] = {}
@@ -149,6 +155,10 @@ class AnsweringRunner:
     prompt_tokens: int = 0
     """Computed so far"""
     target_passes: int = 0
+    num_drafted: int = 0
+    """Requests that the latest step made drafts for"""
+    verified: bool = False
+    """Whether the latest step verified drafts"""
     _rows: dict[str, _Row] = field(default_factory=dict)
 
     def submit(self, plan: SchedulerOutput) -> Callable[[], StepOutput]:
@@ -191,6 +201,7 @@ class AnsweringRunner:
         self.prompt_tokens += shape.num_tokens - logits
         self.target_passes += 1
         self.clock.now += self.table.seconds(shape)
+        self.num_drafted, self.verified = 0, bool(plan.draft_token_ids)
         if plan.proposals:
             self._propose(plan, result)
         return result
@@ -210,18 +221,29 @@ class AnsweringRunner:
         answer = self.drafters.propose(plan.proposals, rows)
         result.draftings = answer.draftings
         result.drafts = {name: as_draft(*proposal) for name, proposal in answer.proposals.items()}
+        self.num_drafted = len(result.drafts)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """What passed until `tokens` were there."""
+
     seconds: float
     """Of everything but the computation of prompts, whose share would only hide differences"""
     tokens: int
     target_passes: int
+    start: Run | None = None
+    """Until as many answers were complete as there are streams"""
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def later_tokens_per_second(self) -> float:
+        """After the start, in which a controller that knows nothing yet learns."""
+        assert self.start is not None
+        return (self.tokens - self.start.tokens) / (self.seconds - self.start.seconds)
 
 
 def run(
@@ -231,6 +253,8 @@ def run(
     controller: Controller | None,
     drafters: Sequence[str],
     num_speculative_tokens: int,
+    *,
+    work_ahead: int = 0,
 ) -> Run:
     """Answer `exchanges`, `streams` at a time, until there are too few left for that: what comes then says more of the
     longest answer than of drafts. Without a controller, plainly. Raises `AssertionError` for a wrong answer."""
@@ -249,24 +273,39 @@ def run(
     proposers = [Charged(PROPOSERS[name](), clock) for name in drafters]
     answers = {str(i): exchange.answer for i, exchange in enumerate(exchanges)}
     runner = AnsweringRunner(answers, table, clock, Drafters(proposers, vocab_size=VOCAB_SIZE, clock=clock))
-    core = EngineCore(Scheduler(config, speculation or None), runner, _info(config), clock=clock)
+    core = EngineCore(Scheduler(config, speculation or None), runner, _info(config), clock=clock, work_ahead=work_ahead)
     core.add([_request(str(i), exchange) for i, exchange in enumerate(exchanges)])
     made: dict[str, list[int]] = {name: [] for name in answers}
     left = len(answers)
+    start: Run | None = None
+
+    def so_far() -> Run:
+        return Run(
+            seconds=clock.now - runner.prompt_tokens * table.per_prompt_token,
+            tokens=sum(map(len, made.values())),
+            target_passes=runner.target_passes,
+            start=start,
+        )
+
     while left >= streams:
-        for output in core.step().outputs:
+        outputs = core.step().outputs
+        # A GPU's steps are planned ahead, while it computes, unless they verify drafts.
+        if runner.verified or not table.is_gpu:
+            if isinstance(controller, GoodputController):
+                clock.now += CONTROLLER_STEP + CONTROLLER_ROW * len(outputs) + CONTROLLER_DRAFT * runner.num_drafted
+            elif controller is not None:
+                clock.now += FIXED_STEP + FIXED_ROW * len(outputs)
+        for output in outputs:
             made[output.request_id] += output.new_token_ids
             left -= output.finish_reason is not None
             assert output.error is None, output.error
+        if start is None and len(answers) - left >= streams:
+            start = so_far()
     if speculation is not None and speculation.failure is not None:
         raise speculation.failure
     for name, tokens in made.items():
         assert tokens == answers[name][: len(tokens)], f"answer {name} is not the recorded one"
-    return Run(
-        seconds=clock.now - runner.prompt_tokens * table.per_prompt_token,
-        tokens=sum(map(len, made.values())),
-        target_passes=runner.target_passes,
-    )
+    return so_far()
 
 
 def _request(name: str, exchange: Exchange) -> EngineRequest:

@@ -79,9 +79,9 @@ WORKLOADS: Final[dict[str, Callable[[random.Random], Exchange]]] = {
 }
 
 
-def exchanges(workload: str, count: int) -> list[Exchange]:
+def exchanges(workload: str, count: int, seed: int = 0) -> list[Exchange]:
     """The same ones every time."""
-    rng = random.Random(workload)
+    rng = random.Random(f"{workload} {seed}")
     return [WORKLOADS[workload](rng) for _ in range(count)]
 
 

@@ -301,7 +301,8 @@ class Speculation:
                         num_draft_tokens=row.num_drafts,
                         num_accepted_tokens=len(token_ids) - 1,
                         num_new_tokens=1 if len(token_ids) == 1 else request.num_kept(token_ids),
-                        draft=row.draft,
+                        # Where steps are planned ahead, drafts come too late to be planned with, not to be judged.
+                        draft=row.draft or request.draft,
                         new_token_ids=token_ids,
                     )
                 )

@@ -268,6 +268,10 @@ class Drafting:
     seconds: float
     error: str | None = None
     """Why there is nothing: the drafter failed, and is put aside for a while."""
+    request_ids: list[str] = field(default_factory=list)
+    """Who it was asked for …"""
+    num_request_tokens: list[int] = field(default_factory=list)
+    """… and how many tokens each of them had"""
 
 
 @dataclass(slots=True, kw_only=True)

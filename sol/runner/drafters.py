@@ -121,6 +121,8 @@ class Drafters:
                 num_tokens=sum(len(proposal.token_ids) for proposal in proposals),
                 seconds=self._clock() - started,
                 error=error,
+                request_ids=[row.request_id for row in rows],
+                num_request_tokens=[row.num_tokens for row in rows],
             )
         )
         return proposals

@@ -138,6 +138,8 @@ class Loop:
                     num_tokens=total,
                     seconds=seconds,
                     error=drafter.error,
+                    request_ids=[name for name, _ in rows],
+                    num_request_tokens=[self.context] * len(rows),
                 )
             )
         return result

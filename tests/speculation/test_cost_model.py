@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
-import numpy as np
 import pytest
 
 from sol.speculation.plan import StepShape, shapes_to_measure
@@ -31,7 +31,14 @@ def fitted(streams: int = 64) -> CostModel:
 
 
 def test_shapes_to_measure_respect_the_engines_limits_and_begin_with_a_plain_step() -> None:
-    for limits in ((1, 16, 32, 4), (8, 64, 64, 16), (256, 512, 2048, 16), (3, 7, 5, 1)):
+    for limits in (
+        (1, 16, 32, 4),
+        (8, 64, 64, 16),
+        (256, 512, 2048, 16),
+        (3, 7, 6, 1),
+        (4, 64, 130, 16),
+        (4, 64, 17, 16),
+    ):
         seqs, batched, length, drafts = limits
         shapes = shapes_to_measure(
             max_num_seqs=seqs, max_num_batched_tokens=batched, max_model_len=length, num_speculative_tokens=drafts
@@ -41,7 +48,10 @@ def test_shapes_to_measure_respect_the_engines_limits_and_begin_with_a_plain_ste
             assert step.num_requests <= seqs
             assert step.num_tokens <= batched
             assert step.num_tokens // step.num_requests <= drafts + 1
-            assert step.num_context_tokens // step.num_requests <= length
+            each = step.num_tokens // step.num_requests
+            context = step.num_context_tokens // step.num_requests
+            assert context >= each
+            assert context + 2 * each + 1 <= length  # it runs three times, all of its drafts may be accepted
 
 
 @pytest.mark.parametrize(("requests", "tokens"), [(1, 1), (1, 10), (2, 3), (16, 2), (20, 5), (64, 1), (50, 8)])
@@ -58,9 +68,10 @@ def test_a_curve_begins_at_the_step_itself_and_never_falls() -> None:
         model.observe(step, seconds_of(step) * rng.lognormvariate(0, 0.2))
     step = shape(12, 12)
     curve = model.curve(step, 100)
-    assert curve.shape == (101,)
+    assert len(curve) == 101
     assert curve[0] == pytest.approx(model.seconds(step))
-    assert (np.diff(curve) >= 0).all()
+    assert all(a <= b for a, b in itertools.pairwise(curve))
+    assert model.curve(step, 100, 30) == curve[::30]
     assert len(model.curve(shape(16_380), 40)) == 41
 
 

@@ -28,10 +28,10 @@ def test_the_controller_reaches_plain_decoding_and_the_best_fixed_setting(
 ) -> None:
     table = clock.CostTable(BENCHMARKS / "results" / "h200-verify-costs.json")
     cell = clock.Cell(table, workload, streams)
-    fixed = max(cell.fixed("suffix", count).tokens_per_second for count in (3, 16))
-    reached = cell.goodput().tokens_per_second
-    assert reached >= 0.98 * cell.plain().tokens_per_second
-    assert reached >= 0.98 * fixed
+    reached, plain = cell.goodput(), cell.plain()
+    assert reached.tokens_per_second >= 0.98 * plain.tokens_per_second
+    fixed = max(cell.fixed("suffix", count).later_tokens_per_second for count in (3, 16))
+    assert reached.later_tokens_per_second >= 0.98 * max(fixed, plain.later_tokens_per_second)
 
 
 def test_a_clock_that_is_virtual_gives_the_same_figures_again(clock: ModuleType) -> None:

@@ -5,123 +5,122 @@ experience says of such scores and of such positions with this drafter (all requ
 request. Each part is a mean with a precision: few observations move it little (shrinkage towards what is known one
 level up), and precision is capped, so that old observations fade. A drafter whose scores are honest is trusted before a
 request has any history; one whose scores lie is found out for all requests at once.
+
+Plain floats and lists: most steps bring a handful of drafts, and for those an array costs more than it saves.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
+_LEVELS: Final = 256
+"""Scores are rounded to so many levels: finer than anybody's scores are true."""
 _BINS: Final = 12
 """Of scores, equally wide in log-odds between -4 and 4; one more is for drafts without a score."""
 _POSITIONS: Final = 16
 """Positions that have a correction of their own; later ones share the last one's."""
 _LEAST_SCORE, _MOST_SCORE = 0.005, 0.995
 _UNSCORED_LOG_ODDS: Final = 0.4
+"""Three of five: drafts without scores come from models, and most of a fit model's are right."""
 _BIN_PRECISION, _MOST_BIN_PRECISION = 1.0, 200.0
 _POSITION_PRECISION, _MOST_POSITION_PRECISION = 8.0, 200.0
 _REQUEST_PRECISION, _MOST_REQUEST_PRECISION = 6.0, 40.0
-_LARGEST_MOVE: Final = 1.5
-"""Of log-odds in one update: Newton's step on a logistic likelihood overshoots where all observations surprise."""
+"""Of a cell: as if so much had been seen before the first observation, and at most. A draft that is as likely right as
+wrong brings a quarter; a request's own past counts for some 150 of those, a drafter's for 800."""
+_LEAST_INFORMATION: Final = 0.02
+"""What a draft brings that was nearly certain: an outcome against all expectation must not move a cell too far."""
+_CURVE_OBSERVATIONS: Final = 50.0
+
+
+def _clipped_log_odds(level: int) -> float:
+    score = min(max(level / _LEVELS, _LEAST_SCORE), _MOST_SCORE)
+    return math.log(score / (1.0 - score))
+
+
+_LOG_ODDS: Final = [*(_clipped_log_odds(level) for level in range(_LEVELS + 1)), 0.0]
+_BIN_OF: Final = [*(min(max(int((o + 4.0) * (_BINS / 8.0)), 0), _BINS - 1) for o in _LOG_ODDS[:-1]), _BINS]
+"""By level; the last one of both is for drafts without a score."""
+_UNSCORED: Final = _LEVELS + 1
+
+
+@dataclass(slots=True)
+class Habit:
+    """What a request's own drafts by one drafter say: log-odds to add, and their precision."""
+
+    log_odds: float = 0.0
+    precision: float = _REQUEST_PRECISION
 
 
 class Acceptance:
-    """Of `num_drafters` drafters and of requests that are known by slots 0, 1, …"""
+    """Of one drafter's drafts."""
 
-    def __init__(self, num_drafters: int) -> None:
-        bins, positions = (num_drafters, _BINS + 1), (num_drafters, _POSITIONS)
-        self._by_score = np.zeros(bins)
-        self._by_score[:, _BINS] = _UNSCORED_LOG_ODDS
-        self._score_precision = np.full(bins, _BIN_PRECISION)
-        self._by_position = np.zeros(positions)
-        self._position_precision = np.full(positions, _POSITION_PRECISION)
-        self._by_request = np.zeros((num_drafters, 0))
-        self._request_precision = np.zeros((num_drafters, 0))
-        self._curve = np.full(positions, 0.5)
-        """Of all drafts of a drafter, whatever their scores: the conditional acceptance at each position"""
-        self._curve_weight = np.ones(positions)
+    def __init__(self, *, has_curve: bool = True) -> None:
+        """Without `has_curve`, `before_drafting` is never asked."""
+        self._has_curve = has_curve
+        self._by_score = [0.0] * _BINS + [_UNSCORED_LOG_ODDS]
+        self._score_precision = [_BIN_PRECISION] * (_BINS + 1)
+        self._by_position = [0.0] * _POSITIONS
+        self._position_precision = [_POSITION_PRECISION] * _POSITIONS
+        self._curve = [0.5] * _POSITIONS
+        """Of all drafts, whatever their scores: the conditional acceptance at each position"""
+        self._curve_weight = [1.0] * _POSITIONS
 
-    def grow(self, num_slots: int) -> None:
-        """Room for slots up to `num_slots` - 1."""
-        missing = num_slots - self._by_request.shape[1]
-        if missing > 0:
-            self._by_request = np.pad(self._by_request, ((0, 0), (0, missing)))
-            self._request_precision = np.pad(
-                self._request_precision, ((0, 0), (0, missing)), constant_values=_REQUEST_PRECISION
+    def survivals(self, scores: Sequence[float] | None, count: int, habit: Habit, least: float) -> list[float]:
+        """How probable it is that each of the first `count` drafts and all before it are right; the list ends where
+        that falls below `least`."""
+        result = []
+        survival = 1.0
+        by_score, by_position, own = self._by_score, self._by_position, habit.log_odds
+        for position in range(count):
+            level = _UNSCORED if scores is None else int(scores[position] * _LEVELS)
+            log_odds = (
+                _LOG_ODDS[level]
+                + by_score[_BIN_OF[level]]
+                + by_position[position if position < _POSITIONS else -1]
+                + own
             )
-
-    def reset(self, slot: int) -> None:
-        """The slot is another request's from now on."""
-        self._by_request[:, slot] = 0.0
-        self._request_precision[:, slot] = _REQUEST_PRECISION
-
-    def features(self, scores: Floats) -> tuple[Floats, Ints]:
-        """Log-odds and bins of scores; NaN stands for a draft without one."""
-        unscored = np.isnan(scores)
-        clipped = np.clip(np.where(unscored, 0.5, scores), _LEAST_SCORE, _MOST_SCORE)
-        log_odds = np.log(clipped / (1.0 - clipped))
-        bins = np.clip((log_odds + 4.0) * (_BINS / 8.0), 0, _BINS - 1).astype(np.int64)
-        bins[unscored] = _BINS
-        return log_odds, bins
-
-    def log_odds(self, drafters: Ints, slots: Ints, positions: Ints, own: Floats, bins: Ints) -> Floats:
-        """Of drafts, each given by its drafter, its request's slot, its position (0 the first) and `features`."""
-        return (
-            own
-            + self._by_score[drafters, bins]
-            + self._by_position[drafters, np.minimum(positions, _POSITIONS - 1)]
-            + self._by_request[drafters, slots]
-        )
-
-    def observe(
-        self, drafters: Ints, slots: Ints, positions: Ints, bins: Ints, expected: Floats, right: npt.NDArray[np.bool_]
-    ) -> None:
-        """Drafts turned out right or wrong; those before them in their steps were right. `expected`: probabilities."""
-        if not len(drafters):
-            return
-        positions = np.minimum(positions, _POSITIONS - 1)
-        surprise = right - expected
-        information = np.maximum(expected * (1.0 - expected), 0.02)
-        for mean, precision, most, where in (
-            (self._by_score, self._score_precision, _MOST_BIN_PRECISION, bins),
-            (self._by_position, self._position_precision, _MOST_POSITION_PRECISION, positions),
-            (self._by_request, self._request_precision, _MOST_REQUEST_PRECISION, slots),
-        ):
-            _move(mean, precision, most, drafters, where, surprise, information)
-        for drafter, position, outcome in zip(drafters.tolist(), positions.tolist(), right.tolist(), strict=True):
-            weight = min(self._curve_weight[drafter, position] + 1.0, 50.0)
-            self._curve_weight[drafter, position] = weight
-            self._curve[drafter, position] += (outcome - self._curve[drafter, position]) / weight
-
-    def survival(self, drafter: int, slots: Ints, num_tokens: int) -> Floats:
-        """[slots, num_tokens] how probable it is that so many drafts of one proposal are right, before there is one."""
-        curve = np.clip(self._curve[drafter], _LEAST_SCORE, _MOST_SCORE)
-        log_odds = np.log(curve / (1.0 - curve))[np.minimum(np.arange(num_tokens), _POSITIONS - 1)]
-        odds = log_odds + self._by_request[drafter, slots][:, None]
-        result: Floats = np.cumprod(probability(odds), axis=1, dtype=np.float64)
+            survival /= 1.0 + math.exp(-log_odds)
+            if survival < least:
+                break
+            result.append(survival)
         return result
 
+    def observe(self, scores: Sequence[float] | None, num_right: int, num_known: int, habit: Habit) -> None:
+        """Of a proposal's first `num_known` drafts the first `num_right` were right, and the one after them wrong."""
+        by_score, score_precision = self._by_score, self._score_precision
+        by_position, position_precision = self._by_position, self._position_precision
+        for place in range(num_known):
+            level = _UNSCORED if scores is None else int(scores[place] * _LEVELS)
+            position, cell = place if place < _POSITIONS else _POSITIONS - 1, _BIN_OF[level]
+            log_odds = _LOG_ODDS[level] + by_score[cell] + by_position[position] + habit.log_odds
+            expected = 1.0 / (1.0 + math.exp(-log_odds))
+            surprise = (place < num_right) - expected
+            information = expected * (1.0 - expected)
+            if information < _LEAST_INFORMATION:
+                information = _LEAST_INFORMATION
+            total = score_precision[cell] + information
+            score_precision[cell] = total if total < _MOST_BIN_PRECISION else _MOST_BIN_PRECISION
+            by_score[cell] += surprise / total
+            total = position_precision[position] + information
+            position_precision[position] = total if total < _MOST_POSITION_PRECISION else _MOST_POSITION_PRECISION
+            by_position[position] += surprise / total
+            total = habit.precision + information
+            habit.precision = total if total < _MOST_REQUEST_PRECISION else _MOST_REQUEST_PRECISION
+            habit.log_odds += surprise / total
+            if self._has_curve:
+                weight = self._curve_weight[position] = min(self._curve_weight[position] + 1.0, _CURVE_OBSERVATIONS)
+                self._curve[position] += ((place < num_right) - self._curve[position]) / weight
 
-def probability(log_odds: Floats) -> Floats:
-    return 1.0 / (1.0 + np.exp(-log_odds))
-
-
-def _move(
-    mean: Floats, precision: Floats, most: float, drafters: Ints, where: Ints, surprise: Floats, information: Floats
-) -> None:
-    """One Newton step of all cells that the observations touch."""
-    width = mean.shape[1]
-    cells = drafters * width + where
-    touched, index = np.unique(cells, return_inverse=True)
-    pull = np.bincount(index, surprise)
-    gained = np.bincount(index, information)
-    flat_mean, flat_precision = mean.reshape(-1), precision.reshape(-1)
-    total = np.minimum(flat_precision[touched] + gained, most)
-    flat_precision[touched] = total
-    # A batch that brings more than the cap counts as much as it brings: its step is a mean, not a sum.
-    flat_mean[touched] += np.clip(pull / np.maximum(total, gained), -_LARGEST_MOVE, _LARGEST_MOVE)
+    def before_drafting(self, count: int, log_odds: float) -> list[float]:
+        """How probable it is that so many drafts of a proposal are right, 1 to `count`, before there is one; `log_odds`
+        are those of a request's habit."""
+        result = []
+        survival, factor = 1.0, math.exp(-log_odds)
+        for position in range(count):
+            usual = min(max(self._curve[min(position, _POSITIONS - 1)], _LEAST_SCORE), _MOST_SCORE)
+            survival /= 1.0 + factor * (1.0 - usual) / usual
+            result.append(survival)
+        return result

@@ -24,7 +24,6 @@ Floats = npt.NDArray[np.float64]
 
 _TABLE: Final = 16_384
 """Numbers of tokens whose price is tabulated; larger steps (prompts alone) cost in proportion."""
-_REFRESH_STEPS: Final = 64
 _TYPICAL: Final = ((1, 1.0), (8, 1.15), (64, 4.0), (512, 30.0))
 """Tokens and relative seconds of a step where nothing was measured: memory-bound at first, then linear."""
 _TYPICAL_WEIGHT: Final = 0.02
@@ -33,14 +32,28 @@ _SCALE_SD, _SCALE_DRIFT = 0.1, 0.01
 _SURPRISES: Final = 3
 """So many steps in a row beyond `_MAX_DEVIATIONS` are believed, fewer are not."""
 _LOCAL_SD, _LOCAL_DRIFT = 0.05, 0.002
-_LOCAL_FADING: Final = 0.002
-"""Of each local factor at every step: what was wrong about a size that no step has had since must not stay so for ever,
-because nobody would then go back to it."""
+_FADING_STEPS, _LOCAL_FADING = 32, 0.938
+"""What is left of the local factors after so many steps: what was wrong about a size that no step has had since must
+not stay so for ever, because nobody would then go back to it."""
 _NOISE_SD, _LEAST_NOISE_SD, _MOST_NOISE_SD = 0.05, 0.005, 0.3
 _FEW_PROMPTS: Final = 0.1
 """Share of a step's tokens"""
 _PROMPT_RATE: Final = 0.1
 _MAX_DEVIATIONS: Final = 3.0
+
+
+def _token_knots() -> list[int]:
+    """Numbers of tokens that have a correction of their own: every one at first, then four an octave."""
+    octaves = math.log2(_TABLE - 1)
+    steps = [round(2 ** (i / _KNOTS_PER_OCTAVE)) for i in range(math.ceil(octaves * _KNOTS_PER_OCTAVE))]
+    return sorted({*steps, *range(1, 9), 0, _TABLE - 1})
+
+
+_KNOTS: Final = _token_knots()
+_KNOT_OF: Final = [i for i, (a, b) in enumerate(itertools.pairwise(_KNOTS)) for _ in range(a, b)] + [len(_KNOTS) - 2]
+"""The last knot that is not above a number of tokens, but for the very last one …"""
+_SHARE_OF: Final = [(n - _KNOTS[k]) / (_KNOTS[k + 1] - _KNOTS[k]) for n, k in enumerate(_KNOT_OF)]
+"""… and how far the number is from there to the next knot, 0 to 1"""
 
 
 def shapes_to_measure(
@@ -53,12 +66,13 @@ def shapes_to_measure(
     should run once unmeasured.
     """
     shapes: dict[tuple[int, int, int], StepShape] = {}
-    context = min(128, max_model_len)
     most = num_speculative_tokens + 1
 
     def want(requests: int, tokens_each: int, context_each: int) -> None:
-        requests, context_each = min(requests, max_num_seqs), min(context_each, max_model_len)
-        tokens_each = min(tokens_each, context_each, max_num_batched_tokens // requests)
+        requests = min(requests, max_num_seqs)
+        # A shape runs three times, and its drafts may all be accepted.
+        tokens_each = min(tokens_each, (max_model_len - 1) // 3, max_num_batched_tokens // requests)
+        context_each = min(context_each, max_model_len - 2 * tokens_each - 1)
         if tokens_each >= 1:
             tokens = requests * tokens_each
             shapes[requests, tokens_each, context_each] = StepShape(
@@ -70,15 +84,15 @@ def shapes_to_measure(
 
     for tokens in (1, most, 2, 5, 9):
         if tokens <= most:
-            want(1, tokens, context)
+            want(1, tokens, 128)
     for requests, tokens in ((8, 1), (8, 4), (1, 3), (32, 1), (32, 2), (4, 1), (4, most), (16, 1)):
         if tokens <= most:
-            want(requests, tokens, context)
+            want(requests, tokens, 128)
     want(4, 1, 1024)
     for requests in (64, 128, 256, max_num_seqs, max_num_seqs // 2):
-        for tokens in (1, 3, 5, 8, most):
+        for tokens in (1, 2, 3, 4, 6, 8, most):
             if requests >= 1 and tokens <= most:
-                want(requests, tokens, context)
+                want(requests, tokens, 128)
     return list(shapes.values())
 
 
@@ -89,17 +103,14 @@ class CostModel:
         """`measured`: steps and their seconds. Without any, shapes compare as is typical, and the first observation
         sets the scale."""
         measured = [(shape, seconds) for shape, seconds in measured if seconds > 0 and math.isfinite(seconds)]
-        self._per_token, self._per_request, self._per_row, self._per_context = _fit(measured)
-        self._factor = np.ones(_TABLE)
-        """By number of tokens; the exponentials of `_local`, interpolated"""
-        self._tokens = np.arange(_TABLE)
-        self._in_use = 64
-        """Steps have been asked for up to so many tokens"""
-        self._stale = _REFRESH_STEPS
-        """Steps until all of the table is brought up to date"""
-        self._knots = _token_knots()
-        self._local = np.zeros(len(self._knots))
-        self._local_variance = [_LOCAL_SD**2] * len(self._knots)
+        table, self._per_request, self._per_row, self._per_context = _fit(measured)
+        self._per_token: list[float] = table.tolist()
+        self._local = [0.0] * len(_KNOTS)
+        """Logarithms of the factors at `_KNOTS`, numbers of tokens …"""
+        self._factors = [1.0] * len(_KNOTS)
+        """… and the factors themselves"""
+        self._until_fading = _FADING_STEPS
+        self._local_variance = [_LOCAL_SD**2] * len(_KNOTS)
         self._by_requests = [0.0] * 16
         self._by_requests_variance = [_LOCAL_SD**2] * 16
         self._scale = 0.0
@@ -107,8 +118,8 @@ class CostModel:
         self._noise_variance = _NOISE_SD**2
         largest = max((shape.num_tokens for shape, _ in measured), default=_TYPICAL[-1][0])
         # Never 0, as where all measured steps took the same time: experience moves it by factors.
-        slope = float(self._per_token[largest] - self._per_token[0]) / largest
-        self._per_prompt_token = max(slope, 1e-3 * float(self._per_token[largest]) / largest, 1e-12)
+        slope = (self._per_token[largest] - self._per_token[0]) / largest
+        self._per_prompt_token: float = max(slope, 1e-3 * self._per_token[largest] / largest, 1e-12)
         self._prompts_seen = 0
         self._surprises = 0
         """Steps in a row that took far longer or shorter than expected"""
@@ -116,28 +127,35 @@ class CostModel:
     def seconds(self, shape: StepShape) -> float:
         rows, prompts = _split(shape)
         index = min(rows, _TABLE - 1)
-        token_cost = float(self._per_token[index]) * (rows / index if rows > index else 1.0)
+        token_cost = self._per_token[index] * (rows / index if rows > index else 1.0)
         factor = self._common_factor(shape.num_requests)
-        decoding = (token_cost + self._shares(shape)) * float(self._factor[index]) * factor
+        decoding: float = (token_cost + self._shares(shape)) * self._factor(index) * factor
         return decoding + prompts * self._per_prompt_token * factor
 
-    def curve(self, shape: StepShape, num_drafts: int) -> Floats:
-        """[num_drafts + 1] seconds of the step with 0, 1, … drafts more than `shape` has. Never falls. Prompts are left
-        out: they take their time either way."""
+    def curve(self, shape: StepShape, num_drafts: int, stride: int = 1) -> list[float]:
+        """Seconds of the step with 0, `stride`, 2 · `stride` … drafts more than `shape` has, as long as those are not
+        more than `num_drafts`. Never falls. Prompts are left out: they take their time either way."""
         rows, _ = _split(shape)
-        self._in_use = max(self._in_use, min(rows + num_drafts, _TABLE - 1))
-        start = min(rows, _TABLE - 1)
-        stop = min(start + num_drafts + 1, _TABLE)
-        factor = self._common_factor(shape.num_requests)
-        seconds = self._per_token[start:stop] + self._shares(shape)
-        seconds += np.arange(stop - start) * (self._per_row + self._per_context)
-        seconds *= self._factor[start:stop] * factor
-        np.maximum.accumulate(seconds, out=seconds)
-        missing = num_drafts + 1 - (stop - start)
-        if missing:
-            slope = float(self._per_token[-1] - self._per_token[-2]) * factor
-            seconds = np.concatenate([seconds, seconds[-1] + slope * np.arange(1, missing + 1)])
-        return seconds
+        common, shares, each = self._common_factor(shape.num_requests), self._shares(shape), self._per_row
+        each += self._per_context
+        per_token, factors = self._per_token, self._factors
+        result = []
+        longest = 0.0
+        for more in range(0, num_drafts + 1, stride):
+            index = rows + more
+            if index < _TABLE:
+                tokens = per_token[index]
+            else:
+                tokens = per_token[-1] * index / (_TABLE - 1)
+                index = _TABLE - 1
+            knot = _KNOT_OF[index]
+            factor = factors[knot]
+            factor += _SHARE_OF[index] * (factors[knot + 1] - factor)
+            seconds = (tokens + shares + more * each) * factor * common
+            if seconds > longest:
+                longest = seconds
+            result.append(longest)
+        return result
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape took so long."""
@@ -149,8 +167,9 @@ class CostModel:
             self._observe_prompts(prompts, seconds - expected)
             return
         error = math.log(seconds / expected)
-        knot, weight = _place(self._knots, min(rows, _TABLE - 1))
-        here, there = 1.0 - weight, weight
+        index = min(rows, _TABLE - 1)
+        knot, there = _KNOT_OF[index], _SHARE_OF[index]
+        here = 1.0 - there
         requests = min(max(shape.num_requests, 1).bit_length() - 1, len(self._by_requests) - 1)
         local, by_requests = self._local_variance, self._by_requests_variance
         self._scale_variance += _SCALE_DRIFT**2
@@ -178,20 +197,33 @@ class CostModel:
         scale_gain = self._scale_variance / total
         gains = (here * local[knot] / total, there * local[knot + 1] / total)
         requests_gain = by_requests[requests] / total
-        self._local *= 1.0 - _LOCAL_FADING
+        self._fade()
         self._scale += scale_gain * error
         self._scale_variance *= 1.0 - scale_gain
         self._by_requests[requests] += requests_gain * error
         by_requests[requests] *= 1.0 - requests_gain
-        self._local[knot] += gains[0] * error
-        self._local[knot + 1] += gains[1] * error
         local[knot] *= 1.0 - gains[0] * here
         local[knot + 1] *= 1.0 - gains[1] * there
-        self._refresh()
+        for place, gain in ((knot, gains[0]), (knot + 1, gains[1])):
+            self._local[place] += gain * error
+            self._factors[place] = math.exp(self._local[place])
         # What is left over after the move is mostly noise; a drift that the filter follows must not count as such.
         left = error * (1.0 - scale_gain)
         noise = self._noise_variance + 0.05 * (left * left - self._noise_variance)
         self._noise_variance = min(max(noise, _LEAST_NOISE_SD**2), _MOST_NOISE_SD**2)
+
+    def _factor(self, index: int) -> float:
+        """For a step of `index` tokens, below `_TABLE`."""
+        knot = _KNOT_OF[index]
+        factor = self._factors[knot]
+        return factor + _SHARE_OF[index] * (self._factors[knot + 1] - factor)
+
+    def _fade(self) -> None:
+        self._until_fading -= 1
+        if not self._until_fading:
+            self._until_fading = _FADING_STEPS
+            self._local = [_LOCAL_FADING * value for value in self._local]
+            self._factors = [math.exp(value) for value in self._local]
 
     def _shares(self, shape: StepShape) -> float:
         return (
@@ -210,14 +242,6 @@ class CostModel:
         relative = late / (prompts * self._per_prompt_token)
         gain = max(_PROMPT_RATE, 1.0 / (1 + self._prompts_seen))
         self._per_prompt_token *= 1.0 + gain * min(max(relative, -0.5), 1.0)
-
-    def _refresh(self) -> None:
-        """Bring the table up to date: most of it every now and then, the part that is in use at once."""
-        self._stale -= 1
-        last = self._in_use if self._stale else _TABLE - 1
-        if not self._stale:
-            self._stale = _REFRESH_STEPS
-        self._factor[: last + 1] = np.exp(np.interp(self._tokens[: last + 1], self._knots, self._local))
 
 
 class DraftingCost:
@@ -267,25 +291,6 @@ def _split(shape: StepShape) -> tuple[int, int]:
     """Tokens that have a row of logits (those that decode, and drafts), and tokens of prompts, which have none."""
     rows = min(max(shape.num_logits_rows, 1), max(shape.num_tokens, 1))
     return rows, max(shape.num_tokens - rows, 0)
-
-
-def _token_knots() -> list[int]:
-    """Numbers of tokens that have a correction of their own: every one at first, then four an octave."""
-    octaves = math.log2(_TABLE - 1)
-    steps = [round(2 ** (i / _KNOTS_PER_OCTAVE)) for i in range(math.ceil(octaves * _KNOTS_PER_OCTAVE))]
-    return sorted({*steps, *range(1, 9), 0, _TABLE - 1})
-
-
-def _place(knots: list[int], tokens: int) -> tuple[int, float]:
-    """The last knot that is not above `tokens` (not the very last one), and how far it is to the next, 0 to 1."""
-    low, high = 0, len(knots) - 2
-    while low < high:
-        middle = (low + high + 1) // 2
-        if knots[middle] <= tokens:
-            low = middle
-        else:
-            high = middle - 1
-    return low, (tokens - knots[low]) / (knots[low + 1] - knots[low])
 
 
 def _fit(measured: Sequence[tuple[StepShape, float]]) -> tuple[Floats, float, float, float]:

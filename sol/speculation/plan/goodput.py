@@ -1,9 +1,9 @@
 """The controller that drafts where, and as much as, it pays.
 
 Goodput is emitted tokens a second. Before a step, drafts at hand are sorted by the probability that they come out
-(their survival), and all lengths of that list are compared, none included: a kernel's stairs make the price of the next
-token zero and then high, so the best length need not be where the price first exceeds the worth. After a step, a
-drafter is asked for a request if the tokens it is expected to gain are worth more than its time.
+(their survival), and lengths of that list are compared, none included: a kernel's stairs make the price of the next
+token zero and then high, so the best length need not be where the price first exceeds the worth. What comes of it is
+measured, and corrects what is expected of drafts and demanded of them (`sol.speculation.plan.regime`).
 
 After a step, a drafter is asked for a request if the tokens it is expected to gain are worth more than its time
 (`sol.speculation.plan.asking`).
@@ -18,21 +18,28 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
-from sol.engine.types import DrafterStats, Drafting, ProposalPlan, SpeculationParams
-from sol.speculation.plan.acceptance import Acceptance, Floats, Ints, probability
-from sol.speculation.plan.asking import Asking
+from sol.engine.types import Draft, DrafterStats, Drafting, ProposalPlan, SpeculationParams
+from sol.speculation.plan.acceptance import Acceptance
+from sol.speculation.plan.asking import LOOKUPS, Asking
 from sol.speculation.plan.costs import CostModel
 from sol.speculation.plan.fixed import allowed
-from sol.speculation.plan.ledger import Ledger, without_drafts
+from sol.speculation.plan.ledger import Ledger
+from sol.speculation.plan.regime import Regime, Regimes
+from sol.speculation.plan.requests import Past, Request
 from sol.speculation.plan.types import Candidate, Drafter, Emission, StepShape
 
-_MARGIN: Final = 1.02
-"""A step with drafts has to promise so many times the goodput of the plain one."""
 _NEARLY: Final = 0.995
 """Fewer drafts are verified where they promise so much of the best goodput: improbable ones promise more than they
 keep, because those that were overrated come first."""
+_LEAST_SURVIVAL: Final = 0.03
+"""Less probable drafts do not matter, even where they cost nothing; nor do those worth `_LEAST_WORTH` of their price,
+which between stairs may be higher than that of the next one."""
+_LEAST_WORTH: Final = 0.6
+_LENGTHS: Final = 64
+"""Of the list of drafts, that are compared"""
+_PUPILS: Final = 16
+"""Requests of a step whose drafts teach what drafts are worth; with more, they take turns. All would take the host half
+a millisecond, in which a GPU waits, and tell little more."""
 
 
 class GoodputController:
@@ -51,141 +58,153 @@ class GoodputController:
         self._num_tokens = num_speculative_tokens
         self._costs = CostModel(measured)
         self._ledger = Ledger(self._costs)
-        self._acceptance = Acceptance(len(self._drafters))
+        self._acceptance = [Acceptance(has_curve=name not in LOOKUPS) for name in self._drafters]
+        self._regimes = Regimes(len(self._drafters))
         self._index = {name: i for i, name in enumerate(self._drafters)}
         self._asking = Asking(self._drafters, self._costs, self._acceptance, num_speculative_tokens)
-        self._slots: dict[str, int] = {}
-        self._free_slots: list[int] = []
-        self._allowed: list[tuple[int, ...]] = []
-        """[slot] who may draft for the request"""
-        self._restricted = 0
-        """Requests that not everybody may draft for"""
+        self._requests: dict[str, Request] = {}
+        self._num_steps = 0
+        self._drafting_seconds = 0.0
+        """Beside the last step that decoded"""
 
     def add(self, request_id: str, wish: SpeculationParams | None) -> None:
         self._ledger.add(request_id)
-        if self._free_slots:
-            slot = self._free_slots.pop()
-        else:
-            slot = len(self._allowed)
-            self._allowed.append(())
-        self._slots[request_id] = slot
-        self._allowed[slot] = tuple(self._index[name] for name in allowed(self._drafters, wish))
-        self._restricted += len(self._allowed[slot]) < len(self._drafters)
-        self._asking.reset(slot)
-        self._acceptance.reset(slot)
+        may = allowed(self._drafters, wish)
+        self._requests[request_id] = Request([Past() if name in may else None for name in self._drafters])
 
     def remove(self, request_id: str) -> None:
         self._ledger.remove(request_id)
-        slot = self._slots.pop(request_id, None)
-        if slot is not None:
-            self._restricted -= len(self._allowed[slot]) < len(self._drafters)
-            self._free_slots.append(slot)
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._asking.forget(request)
 
     # ── how many drafts are verified ─────────────────────────────────────────────────────────────────────────────
 
     def choose_drafts(self, shape: StepShape, candidates: Sequence[Candidate], *, max_tokens: int) -> list[int]:
-        counts = [min(c.max_tokens, len(c.draft.token_ids), self._num_tokens) for c in candidates]
-        if max_tokens < 1 or not any(counts):
-            return [0] * len(candidates)
-        lengths = np.array(counts)
-        owners = np.repeat(np.arange(len(counts)), lengths)
-        ends = np.cumsum(lengths)
-        positions = np.arange(len(owners)) - (ends - lengths)[owners]
-        drafters = np.array([self._index[c.draft.drafter] for c in candidates])[owners]
-        slot_of = np.array([self._slots[c.request_id] for c in candidates])
-        slots = slot_of[owners]
-        scores: list[float] = []
-        for candidate, count in zip(candidates, counts, strict=True):
-            own = candidate.draft.scores
-            scores += [math.nan] * count if own is None else own[:count]
-        own_log_odds, bins = self._acceptance.features(np.array(scores))
-        log_odds = self._acceptance.log_odds(drafters, slots, positions, own_log_odds, bins)
-        survivals = _survivals(log_odds, ends, lengths)
-
-        some = lengths > 0
-        self._asking.observe_survivals(slot_of[some], survivals, (ends - lengths)[some])
-
-        order = np.argsort(-survivals, kind="stable")[:max_tokens]
-        accepted = np.concatenate([[0.0], np.cumsum(survivals[order])])
-        seconds = self._costs.curve(shape, len(order))
-        rows = max(shape.num_logits_rows, 1)
+        counts = [0] * len(candidates)
+        regime = self._regimes.of(shape.num_logits_rows)
+        if max_tokens < 1 or regime.wants_plain_step:
+            return counts
+        survivals: list[float] = []
+        owners: list[int] = []
+        requests = self._requests
+        for index, candidate in enumerate(candidates):
+            request = requests[candidate.request_id]
+            self._judge(request, candidate.draft, regime)
+            expected = request.expected
+            if len(expected) > candidate.max_tokens:
+                expected = expected[: candidate.max_tokens]
+            survivals += expected
+            owners += [index] * len(expected)
+        count = min(len(survivals), max_tokens)
+        if not count:
+            return counts
+        order = sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)
+        stride = (count + _LENGTHS - 1) // _LENGTHS
+        rows = float(max(shape.num_logits_rows, 1))
         # The drafts have been paid for, but goodput is a matter of the whole round: it makes time a little cheaper.
-        goodputs = (rows + accepted) / (seconds + self._asking.latest_drafting_seconds)
-        best = int(np.argmax(goodputs))
-        if goodputs[best] < _MARGIN * goodputs[0]:
-            return [0] * len(candidates)
-        best = int(np.argmax(goodputs >= _NEARLY * goodputs[best]))
-        chosen: list[int] = np.bincount(owners[order[:best]], minlength=len(counts)).tolist()
-        return chosen
+        paid = self._drafting_seconds
+        seconds = self._costs.curve(shape, count, stride)
+        goodputs = [rows / (seconds[0] + paid)]
+        emitted, taken = rows, 0
+        for length in range(1, len(seconds)):
+            until = length * stride
+            while taken < until:
+                emitted += survivals[order[taken]]
+                taken += 1
+            goodputs.append(emitted / (seconds[length] + paid))
+        best = max(goodputs)
+        if best < (1.0 + regime.margin) * goodputs[0]:
+            return counts
+        enough = _NEARLY * best
+        length = next(length for length, goodput in enumerate(goodputs) if goodput >= enough)
+        for place in order[: length * stride]:
+            counts[owners[place]] += 1
+        return counts
+
+    def _judge(self, request: Request, draft: Draft, regime: Regime) -> None:
+        """See to it that `request` has the survivals of these drafts."""
+        if request.draft is draft:
+            return
+        i = self._index[draft.drafter]
+        past = request.pasts[i]
+        request.draft = draft
+        if past is None:
+            request.predicted = request.expected = []
+            return
+        least = max(_LEAST_SURVIVAL, min(_LEAST_WORTH * self._asking.draft_price, 0.5))
+        count = min(len(draft.token_ids), self._num_tokens)
+        request.predicted = self._acceptance[i].survivals(draft.scores, count, past.habit, least)
+        request.expected = regime.calibrated(i, request.predicted)
 
     # ── who drafts ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def choose_proposals(self, shape: StepShape, rows: Sequence[Drafter]) -> list[ProposalPlan | None]:
-        slots = [self._slots[row.request_id] for row in rows]
-        may_draft = None
-        if self._restricted:
-            allowed_to = [self._allowed[slot] for slot in slots]
-            may_draft = [np.array([i in them for them in allowed_to]) for i in range(len(self._drafters))]
-        return self._asking.plan(
-            shape,
-            np.array(slots, dtype=np.int64),
-            np.array([row.max_tokens for row in rows], dtype=np.int64),
-            np.array([row.num_tokens for row in rows], dtype=np.int64),
-            may_draft,
-        )
+        return self._asking.plan(shape, rows, self._requests, self._regimes.of(len(rows)).asking_margin)
 
     # ── learning ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def observe_step(self, shape: StepShape, seconds: float, emissions: Sequence[Emission]) -> None:
-        self._ledger.observe_step(shape, seconds, emissions)
+        entry = self._ledger.observe_step(shape, seconds, emissions)
         self._costs.observe(shape, seconds)
-        if not emissions or not (seconds > 0 and math.isfinite(seconds)):
+        if entry is None or not (seconds > 0 and math.isfinite(seconds)):
+            self._asking.after_step(self._requests)
             return
+        self._drafting_seconds = entry.drafting_seconds
         expected = self._costs.seconds(shape)
-        num_drafts = sum(emission.num_draft_tokens for emission in emissions)
-        num_new = sum(emission.num_new_tokens for emission in emissions)
-        plain = self._costs.seconds(without_drafts(shape, num_drafts)) if num_drafts else expected
-        self._asking.observe_step(seconds, expected, plain, num_new / len(emissions), num_drafts)
-        self._observe_drafts([emission for emission in emissions if emission.draft is not None])
-        known = [(slot, e.draft is not None) for e in emissions if (slot := self._slots.get(e.request_id)) is not None]
-        if known:
-            slots, have_drafts = zip(*known, strict=True)
-            self._asking.observe_emissions(np.array(slots), np.array(have_drafts))
+        # What the step should have taken, not what it took: a pause says nothing of drafts.
+        gain = entry.plain_seconds / seconds if entry.num_drafts else 1.0
+        whole_gain = gain * expected / (expected + entry.drafting_seconds)
+        regime = self._regimes.of(len(emissions))
+        regime.observe_step(len(emissions), entry.num_drafts, gain - 1.0, whole_gain - 1.0)
+        self._asking.observe_step(seconds, expected, whole_gain, entry.num_drafts)
+        self._num_steps += 1
+        stride = (len(emissions) + _PUPILS - 1) // _PUPILS
+        for number, emission in enumerate(emissions, start=self._num_steps):
+            if emission.draft is not None:
+                self._observe_draft(emission, emission.draft, regime, teaches=number % stride == 0)
+                continue
+            request = self._requests.get(emission.request_id)
+            if request is not None and request.asked >= 0:
+                self._observe_gain(request, ())
+        self._asking.after_step(self._requests)
 
-    def _observe_drafts(self, emissions: Sequence[Emission]) -> None:
+    def _observe_draft(self, emission: Emission, draft: Draft, regime: Regime, *, teaches: bool) -> None:
         """Which drafts were right: those that were verified up to the first wrong one, and the next one after them,
         which the target's own token tells whether it was asked for or not."""
-        drafters: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
-        scores: list[float] = []
-        right: list[bool] = []
-        for emission in emissions:
-            draft, slot = emission.draft, self._slots.get(emission.request_id)
-            if draft is None or slot is None:
-                continue
-            accepted, verified = emission.num_accepted_tokens, emission.num_draft_tokens
-            outcome = [True] * accepted
-            if accepted < verified:
-                outcome.append(False)
-            elif accepted < min(len(draft.token_ids), len(emission.new_token_ids)) and not draft.sampled:
-                outcome.append(draft.token_ids[accepted] == emission.new_token_ids[accepted])
-            count = len(outcome)
-            right += outcome
-            drafters += [self._index[draft.drafter]] * count
-            slots += [slot] * count
-            positions += range(count)
-            scores += [math.nan] * count if draft.scores is None else draft.scores[:count]
-        if not right:
+        request = self._requests.get(emission.request_id)
+        if request is None:
             return
-        who, where, at = np.array(drafters), np.array(slots), np.array(positions)
-        own, bins = self._acceptance.features(np.array(scores))
-        expected = probability(self._acceptance.log_odds(who, where, at, own, bins))
-        self._acceptance.observe(who, where, at, bins, expected, np.array(right))
+        i = self._index[draft.drafter]
+        past = request.pasts[i]
+        self._judge(request, draft, regime)
+        request.draft = None
+        if request.asked >= 0:
+            self._observe_gain(request, request.expected if request.asked == i else ())
+        if past is None or not teaches:
+            return
+        right, verified = emission.num_accepted_tokens, emission.num_draft_tokens
+        known = right
+        if right < verified:
+            known += 1
+        elif right < min(len(draft.token_ids), len(emission.new_token_ids)) and not draft.sampled:
+            known += 1
+            right += draft.token_ids[right] == emission.new_token_ids[right]
+        if self._asking.has_model and draft.scores is not None:
+            self._asking.observe_promise(i, _expected_tokens(draft.scores), sum(request.expected))
+        self._acceptance[i].observe(draft.scores, right, known, past.habit)
+        if verified:
+            regime.observe_drafts(i, request.predicted[:verified], right)
+
+    def _observe_gain(self, request: Request, survivals: Sequence[float]) -> None:
+        i, request.asked = request.asked, -1
+        past = request.pasts[i]
+        if past is not None:
+            self._asking.observe_gain(past, i, survivals)
 
     def observe_drafting(self, drafting: Drafting) -> None:
         self._ledger.observe_drafting(drafting)
-        self._asking.observe_drafting(self._index[drafting.drafter], drafting)
+        self._asking.observe_drafting(self._index[drafting.drafter], drafting, self._requests)
 
     def speedup(self, request_id: str) -> float | None:
         return self._ledger.speedup(request_id)
@@ -194,10 +213,10 @@ class GoodputController:
         return self._ledger.take_stats()
 
 
-def _survivals(log_odds: Floats, ends: Ints, lengths: Ints) -> Floats:
-    """Of drafts in one flat list, request after request: how probable it is that one and all before it are right."""
-    total = np.cumsum(-np.logaddexp(0.0, -log_odds))
-    starts = ends - lengths
-    before = np.where(starts > 0, total[np.maximum(starts - 1, 0)], 0.0)
-    result: Floats = np.exp(total - np.repeat(before, lengths))
-    return result
+def _expected_tokens(scores: Sequence[float]) -> float:
+    """How many of its drafts a drafter itself expects to be accepted."""
+    total, survival = 0.0, 1.0
+    for score in scores:
+        survival *= score
+        total += survival
+    return total

@@ -20,6 +20,19 @@ class _Account:
     """That plain decoding would have taken for the same tokens"""
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One step that decoded."""
+
+    num_emitted: int
+    num_drafts: int
+    seconds: float
+    """With the drafting before it"""
+    plain_seconds: float
+    """That plain decoding would have taken for the same tokens"""
+    drafting_seconds: float
+
+
 class Ledger:
     """Counts drafts, and compares the time that passed with the time that plain decoding would have taken.
 
@@ -42,34 +55,39 @@ class Ledger:
     def remove(self, request_id: str) -> None:
         self._accounts.pop(request_id, None)
 
-    def observe_step(self, shape: StepShape, seconds: float, emissions: Sequence[Emission]) -> None:
+    def observe_step(self, shape: StepShape, seconds: float, emissions: Sequence[Emission]) -> Entry | None:
+        """None where nobody decoded."""
         drafting, self._drafting_seconds = self._drafting_seconds, 0.0
         if not emissions:
             self._seconds += drafting
-            return
+            return None
         num_drafts = num_emitted = 0
         for emission in emissions:
-            num_drafts += emission.num_draft_tokens
             num_emitted += emission.num_new_tokens
-            if emission.drafter is not None and emission.num_draft_tokens:
+            if emission.num_draft_tokens:
+                num_drafts += emission.num_draft_tokens
                 self._count(emission)
+        count = len(emissions)
         plain, next_plain = seconds, seconds
-        beside = shape.num_tokens - num_drafts - len(emissions)
+        beside = shape.num_tokens - num_drafts - count
         """Tokens of prompts: what plain decoding computes along with the first of its steps only"""
         if num_drafts or beside > 0:
             each = seconds / self._costs.seconds(shape)
             plain = next_plain = each * self._costs.seconds(without_drafts(shape, num_drafts))
             if beside > 0:
-                next_plain = each * self._costs.seconds(decoding_only(shape, len(emissions)))
+                next_plain = each * self._costs.seconds(decoding_only(shape, count))
         spent = seconds + drafting
+        plain_seconds = plain + next_plain * max(num_emitted / count - 1.0, 0.0)
         self._seconds += spent
-        self._plain_seconds += plain + next_plain * max(num_emitted / len(emissions) - 1.0, 0.0)
+        self._plain_seconds += plain_seconds
         accounts = self._accounts
         for emission in emissions:
             account = accounts.get(emission.request_id)
-            if account is not None and emission.num_new_tokens:
+            new = emission.num_new_tokens
+            if account is not None and new:
                 account.seconds += spent
-                account.plain_seconds += plain + next_plain * (emission.num_new_tokens - 1)
+                account.plain_seconds += plain if new == 1 else plain + next_plain * (new - 1)
+        return Entry(num_emitted, num_drafts, spent, plain_seconds, drafting)
 
     def observe_drafting(self, drafting: Drafting) -> None:
         stats = self._stats(drafting.drafter)
@@ -91,20 +109,23 @@ class Ledger:
         return taken
 
     def _count(self, emission: Emission) -> None:
-        assert emission.drafter is not None
+        if emission.drafter is None:
+            return
         stats = self._stats(emission.drafter)
         # Drafts behind an end were right, and nobody got them.
         drafted, accepted = emission.num_draft_tokens, min(emission.num_accepted_tokens, emission.num_new_tokens)
         stats.num_drafts += 1
         stats.num_draft_tokens += drafted
         stats.num_accepted_tokens += accepted
-        missing = drafted - len(stats.num_drafted_per_position)
+        drafted_at, accepted_at = stats.num_drafted_per_position, stats.num_accepted_per_position
+        missing = drafted - len(drafted_at)
         if missing > 0:
-            stats.num_drafted_per_position += [0] * missing
-            stats.num_accepted_per_position += [0] * missing
+            drafted_at += [0] * missing
+            accepted_at += [0] * missing
         for position in range(drafted):
-            stats.num_drafted_per_position[position] += 1
-            stats.num_accepted_per_position[position] += position < accepted
+            drafted_at[position] += 1
+        for position in range(accepted):
+            accepted_at[position] += 1
 
     def _stats(self, drafter: str) -> DrafterStats:
         stats = self._drafters.get(drafter)

@@ -1,0 +1,121 @@
+"""What came of decisions, by how many requests decode: the outer loop that keeps a controller honest.
+
+Drafts are chosen because they look good, and of what looks good some was overrated: predictions of chosen drafts come
+true less often than predictions at large (the optimizer's curse). And prices may be wrong, of plain steps as well as of
+those with drafts. Neither is known beforehand, so both are measured: how many of the chosen drafts of a predicted
+survival were accepted, and what steps with drafts gained over plain decoding. The first corrects predictions, the
+second how much a step with drafts has to promise.
+
+A regime is an octave of numbers of requests: prices, and with them who is chosen, are much the same within one.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_BINS: Final = 8
+"""Of survivals, equally wide"""
+_PRIOR_DRAFTS: Final = 6.0
+"""As if so many drafts of each bin had come true as often as predicted"""
+_MOST_DRAFTS: Final = 200.0
+"""What is older counts less."""
+_LEAST_MARGIN, _MOST_MARGIN = 0.005, 0.5
+"""A step with drafts has to promise so much more goodput than the plain one: what deciding costs, and so much that a
+regime in which drafts lose is left alone."""
+_MARGIN_GAIN, _MARGIN_REQUESTS = 0.2, 16
+"""How fast the margin follows what is lost, as a share of it for each step with drafts; half of that with so many
+requests, and in proportion with fewer: the gain of one request's step is mostly chance, that of hundreds is not."""
+_WORST, _BEST = -0.5, 0.5
+"""Gains of single steps beyond count as these: a pause of the machine is no price."""
+_PROBING: Final = 0.01
+"""So much may be lost to tries."""
+_FORGETTING_STEPS, _KEPT = 32, 0.95
+"""So much is kept after so many steps of what speaks against drafts: without a new look nothing would come back."""
+_PLAIN_EVERY: Final = 128
+_PLAIN_UP_TO: Final = 0.5
+"""Where drafts are verified at every step, the price of a plain one is a guess. Now and then one is run, unless drafts
+gain so much that the guess does not matter."""
+
+
+class Regime:
+    def __init__(self, num_drafters: int) -> None:
+        self._predicted = [[0.0] * _BINS for _ in range(num_drafters)]
+        self._accepted = [[0.0] * _BINS for _ in range(num_drafters)]
+        self._kept = [[1.0] * _BINS for _ in range(num_drafters)]
+        self.margin = _LEAST_MARGIN
+        """Of goodput, for a step with drafts over the plain one"""
+        self.asking_margin = 0.0
+        """Of tokens, for a proposal beyond what it costs"""
+        self._gain = 0.0
+        """Of recent steps with drafts over plain decoding"""
+        self._steps = 0
+        self._steps_since_plain = 0
+
+    @property
+    def wants_plain_step(self) -> bool:
+        return self._steps_since_plain >= _PLAIN_EVERY and self._gain < _PLAIN_UP_TO
+
+    def calibrated(self, drafter: int, survivals: list[float]) -> list[float]:
+        """What predicted survivals of a proposal's drafts are worth where they are chosen. Never rises."""
+        kept = self._kept[drafter]
+        result = []
+        least = 1.0
+        for survival in survivals:
+            value = survival * kept[int(survival * _BINS) if survival < 1.0 else -1]
+            if value < least:
+                least = value
+            result.append(least)
+        return result
+
+    def observe_drafts(self, drafter: int, survivals: list[float], num_accepted: int) -> None:
+        """Drafts with these predicted survivals were verified."""
+        predicted, accepted, kept = self._predicted[drafter], self._accepted[drafter], self._kept[drafter]
+        for position, survival in enumerate(survivals):
+            cell = min(int(survival * _BINS), _BINS - 1)
+            predicted[cell] += survival
+            accepted[cell] += position < num_accepted
+            if predicted[cell] > _MOST_DRAFTS:
+                predicted[cell] *= 0.5
+                accepted[cell] *= 0.5
+            kept[cell] = min((accepted[cell] + _PRIOR_DRAFTS) / (predicted[cell] + _PRIOR_DRAFTS), 1.0)
+
+    def observe_step(self, num_requests: int, num_drafts: int, gain: float, whole_gain: float) -> None:
+        """A step verified so many drafts, and gained so much (0.1 is a tenth) over plain decoding; `whole_gain`: with
+        the drafting before it."""
+        self._steps += 1
+        if self._steps % _FORGETTING_STEPS == 0:
+            self._forget()
+        share = _MARGIN_GAIN * num_requests / (num_requests + _MARGIN_REQUESTS)
+        lost = min(max(whole_gain, _WORST), _BEST)
+        if abs(lost) > _PROBING:
+            self.asking_margin = min(max(self.asking_margin - share * lost, 0.0), _MOST_MARGIN)
+        if not num_drafts:
+            self._steps_since_plain = 0
+            return
+        self._steps_since_plain += 1
+        gain = min(max(gain, _WORST), _BEST)
+        self._gain += share * (gain - self._gain)
+        self.margin = min(max(self.margin - share * gain, _LEAST_MARGIN), _MOST_MARGIN)
+
+    def _forget(self) -> None:
+        self.margin = max(_KEPT * self.margin, _LEAST_MARGIN)
+        self.asking_margin *= _KEPT
+        for predicted, accepted, kept in zip(self._predicted, self._accepted, self._kept, strict=True):
+            for cell in range(_BINS):
+                predicted[cell] *= _KEPT
+                accepted[cell] *= _KEPT
+                kept[cell] = min((accepted[cell] + _PRIOR_DRAFTS) / (predicted[cell] + _PRIOR_DRAFTS), 1.0)
+
+
+class Regimes:
+    """[octave of numbers of requests]"""
+
+    def __init__(self, num_drafters: int) -> None:
+        self._num_drafters = num_drafters
+        self._regimes: list[Regime] = []
+
+    def of(self, num_requests: int) -> Regime:
+        index = max(num_requests, 1).bit_length() - 1
+        while len(self._regimes) <= index:
+            self._regimes.append(Regime(self._num_drafters))
+        return self._regimes[index]

@@ -1,0 +1,41 @@
+"""What a controller remembers of each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sol.engine.types import Draft
+from sol.speculation.plan.acceptance import Habit
+
+
+@dataclass(slots=True)
+class Past:
+    """A request's with one drafter."""
+
+    habit: Habit = field(default_factory=Habit)
+    gain: float = 0.0
+    """Tokens a proposal, of recent ones; empty ones gained nothing"""
+    num_gains: float = 0.0
+    """That it is the mean of, at most those that count"""
+    num_proposals: int = 0
+    num_read: int = 0
+    """Tokens of the request that the drafter has seen"""
+    wait: int = 1
+    """Steps until it is tried again, if it was tried now"""
+    next_probe: int = 0
+
+
+@dataclass(slots=True)
+class Request:
+    pasts: list[Past | None]
+    """[drafter]; None for those that may not draft for it"""
+    turn: int = 0
+    """The step at which somebody thinks about drafting for it again; 0 for every one"""
+    asked: int = -1
+    """The lookup that was asked after the latest step, -1 for none"""
+    draft: Draft | None = None
+    """The drafts at hand whose survivals these are:"""
+    predicted: list[float] = field(default_factory=list)
+    """By acceptance; as far as they matter"""
+    expected: list[float] = field(default_factory=list)
+    """Corrected for being chosen"""
