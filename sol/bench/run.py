@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -24,6 +25,8 @@ from sol.bench.http import Connection, Pool
 from sol.bench.load import ClosedLoop, Load, OpenLoop
 from sol.bench.records import CANCELLED, Heartbeats, RequestRecord, Stage
 from sol.bench.stream import ResponseSink
+
+logger = logging.getLogger("sol.bench")
 
 _BEAT_SECONDS: Final = 0.01
 _TIMER_SECONDS: Final = 0.0015
@@ -89,7 +92,7 @@ async def measure(
     """Everything that was measured, also after `stop`. `endpoint` comes from `prepare`.
 
     `first` is the first conversation of the data to use. `companion(pool, origin)` makes a coroutine that runs
-    alongside and is cancelled at the end: a scraper, for one.
+    alongside and is cancelled at the end: a scraper, for one. Should it fail, that is logged, and the load goes on.
     """
     run = _Run(endpoint, load, data, limits or Limits(), stop or Stop(), tally or Tally(), keep_text, first)
     with _without_collections():
@@ -144,9 +147,9 @@ class _Run:
         stage.started_at = time.time()
         self._origin = self._pool.clock()
         cpu = time.process_time()
-        others = [asyncio.ensure_future(self._beat())]
-        if companion is not None:
-            others.append(asyncio.ensure_future(companion(self._pool, self._origin)))
+        beats = asyncio.ensure_future(self._beat())
+        beside = None if companion is None else asyncio.ensure_future(companion(self._pool, self._origin))
+        others = [beats] if beside is None else [beats, beside]
         try:
             if isinstance(self._load, ClosedLoop):
                 await self._closed(self._load)
@@ -157,13 +160,15 @@ class _Run:
             stage.cpu_seconds = time.process_time() - cpu
             for other in others:
                 other.cancel()
-            results = await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.gather(*others, return_exceptions=True)
             self._pool.close()
             stage.interrupted = self._stop.is_set
             stage.records.sort(key=lambda record: record.index)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        if not beats.cancelled() and (error := beats.exception()) is not None:
+            raise error
+        if beside is not None and not beside.cancelled() and (error := beside.exception()) is not None:
+            # What was measured is worth more than what was to be seen beside it.
+            logger.warning("what runs beside the load has failed", exc_info=error)
         return stage
 
     # Loads

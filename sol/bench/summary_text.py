@@ -82,6 +82,9 @@ def facts(one: Measured) -> list[tuple[str, str]]:
         if one.cost.good.value is not None:
             text += f", {number(one.cost.good)} for a million good output tokens"
         rows.append(("cost", text))
+    if (in_flight := summary.little["in_flight"]) is not None:
+        expected = summary.little["expected"]
+        rows.append(("in flight", f"{in_flight:.1f} requests; {expected:.1f} by Little's law, from rate and latency"))
     if server := _server(summary.server):
         rows.append(("server", server))
     rows.append(("client", _client(one)))

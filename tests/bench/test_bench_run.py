@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -380,3 +382,44 @@ async def test_what_is_no_answer(sent: bytes, kind: str) -> None:
         endpoint = Endpoint(url=server.url, model="m", counting="chunks")
         record = await probe(endpoint, endpoint.pool())
     assert record.error == kind
+
+
+async def test_a_companion_that_fails_does_not_cost_the_measurement(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(_pool: object, _origin: float) -> None:
+        raise ValueError("companion")
+
+    async with simulated() as server:
+        stage, summary = await run(server, ClosedLoop(concurrency=1, num_conversations=3), companion=fail)
+    assert summary.num_ok == len(stage.records) == 3
+    assert "what runs beside the load has failed" in caplog.text
+
+
+async def test_data_that_fails_ends_the_run_with_its_error() -> None:
+    class Broken:
+        def conversation(self, index: int) -> Conversation:
+            if index >= 3:
+                raise ConfigError("no more", param="dataset")
+            return short().conversation(index)
+
+        def describe(self) -> dict[str, Any]:
+            return {}
+
+    async with simulated() as server:
+        for load in (ClosedLoop(concurrency=2, num_conversations=9), at_rate(200, num_conversations=9)):
+            with pytest.raises(ConfigError, match="no more"):
+                await run(server, load, Broken())
+
+
+async def test_gpus_of_this_machine_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nwhile :; do echo '50, 1000, 200.5'; echo '100, 3000, 100'; sleep 0.1; done\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    async with simulated() as server:
+        endpoint = await prepare(Endpoint(url=server.url))
+        scraper = Scraper(endpoint, path=None, gpus=True, interval=0.1)
+        load = at_rate(50, arrivals="constant", seconds=0.6)
+        stage = scraper.attach(await measure(endpoint, load, short(), companion=scraper))
+    assert stage.server.keys() == {"gpu_utilization", "gpu_memory_mib", "gpu_power_watts"}
+    assert {value for _, value in stage.server["gpu_utilization"]} == {0.75}
+    assert {value for _, value in stage.server["gpu_memory_mib"]} == {4000.0}
