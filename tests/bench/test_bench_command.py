@@ -18,7 +18,7 @@ import pytest
 from sol.bench.progress import describe
 from sol.bench.run import Tally
 from sol.bench.svg import Series, plot
-from sol.cli import main
+from sol.cli import build_parser, main
 from sol.simulate import profile
 from sol.simulate.config import SimulateConfig
 from sol.simulate.server import in_thread
@@ -232,3 +232,20 @@ def test_the_process_that_measures_has_no_torch() -> None:
         "assert not {'torch', 'transformers', 'tokenizers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_every_flag_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "measure.md").read_text()
+    section = page.split("## How fast a server is")[1].split("\n## ")[0]
+    parser = build_parser()
+    commands = next(action for action in parser._actions if hasattr(action, "choices") and action.choices)
+    assert commands.choices is not None
+    flags = {
+        flag
+        for action in commands.choices["bench"]._actions
+        for flag in action.option_strings
+        if flag.startswith("--") and flag != "--help"
+    }
+    mentioned = set(re.findall(r"`(--[a-z-]+)`", section))
+    assert mentioned <= flags
+    assert {flag for flag in flags - mentioned if not flag.startswith("--no-")} == set()
