@@ -15,6 +15,7 @@ from sol.bench.run import Tally
 
 _TERMINAL_SECONDS: Final = 0.5
 _LOG_SECONDS: Final = 5.0
+_FIRST_LINE_SECONDS: Final = 1.0
 
 
 async def show_progress(load: Load, tally: Tally, out: TextIO = sys.stderr) -> None:
@@ -22,10 +23,11 @@ async def show_progress(load: Load, tally: Tally, out: TextIO = sys.stderr) -> N
     terminal = out.isatty()
     begin = time.monotonic()
     total = load.num_conversations if isinstance(load, ClosedLoop) else len(load.arrivals)
-    width = 0
+    width, pause = 0, _TERMINAL_SECONDS if terminal else _FIRST_LINE_SECONDS
     try:
         while True:
-            await asyncio.sleep(_TERMINAL_SECONDS if terminal else _LOG_SECONDS)
+            await asyncio.sleep(pause)
+            pause = _TERMINAL_SECONDS if terminal else _LOG_SECONDS
             line = describe(load.name, tally, total, time.monotonic() - begin)
             out.write(f"\r{line:<{width}}" if terminal else f"{line}\n")
             out.flush()

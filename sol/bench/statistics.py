@@ -132,7 +132,8 @@ def effective_size(samples: Samples, values: Floats) -> float:
     """How many independent samples would know the mean of `values` as well, 1 to their number.
 
     The variance of the mean is that of the clusters' sums of residuals, times 1 + 2 Σ ρ over the autocorrelations of
-    successive clusters, as far as sums of neighbouring pairs are positive (Geyer 1992, initial positive sequence).
+    successive clusters, as far as sums of neighbouring pairs are positive, and without letting them
+    grow (Geyer 1992, initial monotone sequence).
     """
     n = len(values)
     spread = float(values.var()) if n else 0.0
@@ -155,14 +156,14 @@ def autocorrelation_time(series: Floats) -> float:
     if covariance[0] <= 0:
         return 1.0
     rho = covariance / covariance[0]
-    # ρ of independent values is about -1/n on average, and small sums of noise are no correlation.
-    total = 1.0
-    for lag in range(1, len(rho) - 1, 2):
-        pair = rho[lag] + rho[lag + 1]
-        if pair < 2 / math.sqrt(n) * math.sqrt(2):
+    # 1 + 2 Σ ρ = -1 + 2 Σ over pairs (ρ(0) + ρ(1), ρ(2) + ρ(3), …), whose true values fall and are positive.
+    total, largest = -1.0, math.inf
+    for lag in range(0, len(rho) - 1, 2):
+        largest = min(largest, float(rho[lag] + rho[lag + 1]))
+        if largest <= 0:
             break
-        total += 2 * pair
-    return float(max(1.0, total))
+        total += 2 * largest
+    return max(1.0, total)
 
 
 def _quantile(ordered: Floats, level: float) -> float:
