@@ -1,18 +1,22 @@
 """Does the controller ever cost time, and does it find the best setting? On a virtual clock, so the answer is exact.
 
-    python benchmarks/speculation_clock.py [--quick] [--table FILE …]
+    python benchmarks/speculation_clock.py [--quick] [--seed N …] [--work-ahead] [--table FILE …]
 
 The real scheduler, controller and lookup drafters answer recorded texts (speculation_workloads.py); time passes by a
-table of steps measured on a CPU or a GPU and by measured constants for lookups (speculation_engine.py). In every cell
-of workload × streams the controller has to reach 0.98 of plain decoding, and 0.98 of the best of the fixed settings:
-either lookup drafter with any number of tokens.
+table of steps measured on a CPU or a GPU and by measured constants for lookups and for deciding
+(speculation_engine.py). In every cell of workload × streams the controller has to reach 0.98 of plain decoding, and
+0.98 of the best of the fixed settings: either lookup drafter with any number of tokens. Both are counted from the
+moment at which as many answers are complete as there are streams: a controller starts once, knowing nothing, and a run
+is short. `from_start_over_plain` has that part as well. The controller was tuned with seed 0, never with seed 1.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from common import ROOT, Report, arguments
 from speculation_engine import MOST_TOKENS_A_STEP, CostTable, Run, run
@@ -22,10 +26,10 @@ from sol.speculation.plan import FixedController, GoodputController, shapes_to_m
 
 RESULTS: Final = ROOT / "benchmarks" / "results"
 TABLES: Final = ("cpu-verify-costs.json", "h200-verify-costs.json")
-STREAMS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-QUICK_STREAMS: Final = (1, 8, 64)
-FIXED_TOKENS: Final = (1, 2, 3, 5, 8, 12, 16)
-QUICK_FIXED_TOKENS: Final = (3, 16)
+STREAMS: Final = (1, 2, 4, 8, 16, 32, 128, 256)
+QUICK_STREAMS: Final = (1, 16, 128)
+FIXED: Final = tuple((name, count) for name in ("suffix", "ngram") for count in (1, 2, 3, 5, 8, 12, 16))
+QUICK_FIXED: Final = (("suffix", 3), ("suffix", 16))
 DRAFTERS: Final = ("suffix",)
 """What the controller may use: what it uses by default"""
 MOST_TOKENS: Final = 16
@@ -41,7 +45,7 @@ class Cell:
     """One workload at one number of streams on one machine."""
 
     def __init__(self, table: CostTable, workload: str, streams: int, *, seed: int = 0, work_ahead: int = 0) -> None:
-        self._table, self._streams, self._work_ahead = table, streams, work_ahead
+        self._table, self.streams, self._work_ahead = table, streams, work_ahead
         self._exchanges = exchanges(workload, num_exchanges(streams), seed)
 
     def plain(self) -> Run:
@@ -52,7 +56,7 @@ class Cell:
 
     def goodput(self, drafters: tuple[str, ...] = DRAFTERS) -> Run:
         shapes = shapes_to_measure(
-            max_num_seqs=self._streams,
+            max_num_seqs=self.streams,
             max_num_batched_tokens=MOST_TOKENS_A_STEP,
             max_model_len=2048,
             num_speculative_tokens=MOST_TOKENS,
@@ -63,7 +67,7 @@ class Cell:
     def _run(self, controller: FixedController | GoodputController | None, drafters: tuple[str, ...]) -> Run:
         return run(
             self._exchanges,
-            self._streams,
+            self.streams,
             self._table,
             controller,
             drafters,
@@ -72,48 +76,46 @@ class Cell:
         )
 
 
+def compare(cell: Cell, settings: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """The controller with plain decoding and with fixed settings (drafter, tokens)."""
+    plain, goodput = cell.plain(), cell.goodput()
+    usual, reached = plain.later_tokens_per_second, goodput.later_tokens_per_second
+    fixed = {f"{name} {count}": cell.fixed(name, count).later_tokens_per_second for name, count in settings}
+    best = max(fixed, key=lambda name: fixed[name])
+    return {
+        "plain_tokens_per_s": usual,
+        "over_plain": reached / usual,
+        "over_best_fixed": reached / max(fixed[best], usual),
+        "from_start_over_plain": goodput.tokens_per_second / plain.tokens_per_second,
+        "tokens_per_pass": goodput.tokens / goodput.target_passes / cell.streams,
+        "best_fixed": best,
+        "best_fixed_over_plain": fixed[best] / usual,
+        "worst_fixed_over_plain": min(fixed.values()) / usual,
+    }
+
+
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="instead of those in results/")
+    parser.add_argument("--seed", type=int, nargs="+", metavar="N", default=[0, 1], help="of texts (default: 0 1)")
+    parser.add_argument("--work-ahead", action="store_true", help="plan a step before the one before has been read")
     args = parser.parse_args()
     report = Report("speculation_clock", args.quick)
     files = args.table or [RESULTS / name for name in TABLES if (RESULTS / name).exists()]
     worst = {"plain": 9.9, "best fixed": 9.9}
-    for file in files:
+    for file, seed in itertools.product(files, args.seed[:1] if args.quick else args.seed):
         machine = file.name.partition("-")[0]
         table = CostTable(file)
-        for workload in WORKLOADS:
-            for streams in QUICK_STREAMS if args.quick else STREAMS:
-                cell = Cell(table, workload, streams)
-                plain, goodput = cell.plain(), cell.goodput()
-                fixed = {
-                    f"{drafter} {count}": cell.fixed(drafter, count).tokens_per_second
-                    for drafter in ("suffix", "ngram")
-                    for count in (QUICK_FIXED_TOKENS if args.quick else FIXED_TOKENS)
-                }
-                best = max(fixed, key=lambda name: fixed[name])
-                reached = goodput.tokens_per_second
-                ratios = {
-                    "plain": reached / plain.tokens_per_second,
-                    "best fixed": reached / max(fixed[best], plain.tokens_per_second),
-                }
-                report.row(
-                    machine=machine,
-                    workload=workload,
-                    streams=streams,
-                    plain_tokens_per_s=plain.tokens_per_second,
-                    over_plain=ratios["plain"],
-                    over_best_fixed=ratios["best fixed"],
-                    tokens_per_pass=goodput.tokens / goodput.target_passes / streams,
-                    best_fixed=best,
-                    best_fixed_over_plain=fixed[best] / plain.tokens_per_second,
-                    worst_fixed_over_plain=min(fixed.values()) / plain.tokens_per_second,
-                )
-                for against, ratio in ratios.items():
-                    worst[against] = min(worst[against], ratio)
-                    if ratio < BOUND:
-                        report.at_least(f"{machine} {workload} {streams}: over {against}", ratio, BOUND)
-                print(report.rows[-1], file=sys.stderr, flush=True)
+        for workload, streams in itertools.product(WORKLOADS, QUICK_STREAMS if args.quick else STREAMS):
+            cell = Cell(table, workload, streams, seed=seed, work_ahead=int(args.work_ahead))
+            compared = compare(cell, QUICK_FIXED if args.quick else FIXED)
+            report.row(machine=machine, seed=seed, workload=workload, streams=streams, **compared)
+            print(report.rows[-1], file=sys.stderr, flush=True)
+            for against in worst:
+                ratio = compared[f"over_{against.replace(' ', '_')}"]
+                worst[against] = min(worst[against], ratio)
+                if ratio < BOUND:
+                    report.at_least(f"{machine} {workload} {streams} seed {seed}: over {against}", ratio, BOUND)
     for against, ratio in worst.items():
         report.at_least(f"worst cell over {against}", ratio, BOUND)
     return report.finish(args.json)

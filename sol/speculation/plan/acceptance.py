@@ -68,25 +68,30 @@ class Acceptance:
         """Of all drafts, whatever their scores: the conditional acceptance at each position"""
         self._curve_weight = [1.0] * _POSITIONS
 
-    def survivals(self, scores: Sequence[float] | None, count: int, habit: Habit, least: float) -> list[float]:
-        """How probable it is that each of the first `count` drafts and all before it are right; the list ends where
-        that falls below `least`."""
-        result = []
-        survival = 1.0
+    def survivals(
+        self, scores: Sequence[float] | None, count: int, habit: Habit, kept: Sequence[float], least: float
+    ) -> tuple[list[float], list[float]]:
+        """How probable it is that each of the first `count` drafts and all before it are right, and what that is worth
+        where it is chosen: the share `kept` of it, by survivals in equal parts. Never rises. Both lists end where it
+        falls below `least`."""
+        predicted, expected = [], []
+        survival = lowest = 1.0
         by_score, by_position, own = self._by_score, self._by_position, habit.log_odds
+        log_odds_of, bin_of, exp, cells = _LOG_ODDS, _BIN_OF, math.exp, len(kept) - 1e-9
+        level = _UNSCORED
         for position in range(count):
-            level = _UNSCORED if scores is None else int(scores[position] * _LEVELS)
-            log_odds = (
-                _LOG_ODDS[level]
-                + by_score[_BIN_OF[level]]
-                + by_position[position if position < _POSITIONS else -1]
-                + own
-            )
-            survival /= 1.0 + math.exp(-log_odds)
-            if survival < least:
+            if scores is not None:
+                level = int(scores[position] * _LEVELS)
+            here = by_position[position if position < _POSITIONS else -1]
+            survival /= 1.0 + exp(-(log_odds_of[level] + by_score[bin_of[level]] + here + own))
+            worth = survival * kept[int(survival * cells)]
+            if worth < lowest:
+                lowest = worth
+            if lowest < least:
                 break
-            result.append(survival)
-        return result
+            predicted.append(survival)
+            expected.append(lowest)
+        return predicted, expected
 
     def observe(self, scores: Sequence[float] | None, num_right: int, num_known: int, habit: Habit) -> None:
         """Of a proposal's first `num_known` drafts the first `num_right` were right, and the one after them wrong."""

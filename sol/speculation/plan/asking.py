@@ -39,6 +39,8 @@ _LONGEST_WAIT: Final = 64
 """Steps between two probes of one request"""
 _NO_CREDIT_STEPS: Final = 4
 """Until who found the budget empty has another look"""
+_DECIDING: Final = 6e-6
+"""Seconds that the host spends on a request with drafts at hand, beside the drafter"""
 _MARGIN: Final = 1.005
 _FIRST_HORIZON, _HORIZON_RATE = 48.0, 0.05
 """Proposals over which what a drafter has to read first (a prompt) is spread: as many as requests turn out to have"""
@@ -211,7 +213,7 @@ class Asking:
         price = member.price
         usual = self._usual(member)
         gain, spread = usual.gain, usual.spread
-        per_request = rate * (price.per_request + price.base / len(turns)) + margin
+        per_request = rate * (_DECIDING + price.per_request + price.base / len(turns)) + margin
         per_unread = rate * price.per_unread
         for turn in turns:
             past = turn.request.pasts[i]

@@ -14,9 +14,12 @@ drafting pays again costs a drafter's time and nothing of the target's.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Final
+
+import numpy as np
 
 from sol.engine.types import Draft, DrafterStats, Drafting, ProposalPlan, SpeculationParams
 from sol.speculation.plan.acceptance import Acceptance
@@ -28,15 +31,19 @@ from sol.speculation.plan.regime import Regime, Regimes
 from sol.speculation.plan.requests import Past, Request
 from sol.speculation.plan.types import Candidate, Drafter, Emission, StepShape
 
-_NEARLY: Final = 0.995
+_NEARLY, _NEARLY_MANY = 0.995, 0.96
 """Fewer drafts are verified where they promise so much of the best goodput: improbable ones promise more than they
-keep, because those that were overrated come first."""
+keep, because those that were overrated come first. With many requests goodput has a flat top, and an error of the price
+moves the best length far."""
 _LEAST_SURVIVAL: Final = 0.03
-"""Less probable drafts do not matter, even where they cost nothing; nor do those worth `_LEAST_WORTH` of their price,
-which between stairs may be higher than that of the next one."""
-_LEAST_WORTH: Final = 0.6
+"""Less probable drafts do not matter, even where they cost nothing."""
+_CUT: Final = 0.75
+"""Nor do those less probable than so much of the last one that was verified in the step before: hundreds of long drafts
+of which a few tokens are wanted need not be looked at to their ends. Where more are wanted, the cut is soon lower."""
 _LENGTHS: Final = 64
 """Of the list of drafts, that are compared"""
+_FEW: Final = 64
+"""Requests that are few; and numbers that a list sorts faster than an array"""
 _PUPILS: Final = 16
 """Requests of a step whose drafts teach what drafts are worth; with more, they take turns. All would take the host half
 a millisecond, in which a GPU waits, and tell little more."""
@@ -64,6 +71,8 @@ class GoodputController:
         self._asking = Asking(self._drafters, self._costs, self._acceptance, num_speculative_tokens)
         self._requests: dict[str, Request] = {}
         self._num_steps = 0
+        self._last_survival = 0.0
+        """Of the least probable draft that was chosen lately; 0 if none was"""
         self._drafting_seconds = 0.0
         """Beside the last step that decoded"""
 
@@ -90,52 +99,53 @@ class GoodputController:
         requests = self._requests
         for index, candidate in enumerate(candidates):
             request = requests[candidate.request_id]
-            self._judge(request, candidate.draft, regime)
+            if request.draft is not candidate.draft:
+                self._judge(request, candidate.draft, regime)
             expected = request.expected
             if len(expected) > candidate.max_tokens:
                 expected = expected[: candidate.max_tokens]
             survivals += expected
             owners += [index] * len(expected)
         count = min(len(survivals), max_tokens)
+        self._last_survival = 0.0
         if not count:
             return counts
-        order = sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)
+        order: list[int]
+        if len(survivals) > _FEW:
+            order = np.argsort(-np.array(survivals), kind="stable").tolist()
+        else:
+            order = sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)
         stride = (count + _LENGTHS - 1) // _LENGTHS
         rows = float(max(shape.num_logits_rows, 1))
+        emitted = list(itertools.accumulate(map(survivals.__getitem__, order[:count]), initial=rows))
         # The drafts have been paid for, but goodput is a matter of the whole round: it makes time a little cheaper.
         paid = self._drafting_seconds
         seconds = self._costs.curve(shape, count, stride)
-        goodputs = [rows / (seconds[0] + paid)]
-        emitted, taken = rows, 0
-        for length in range(1, len(seconds)):
-            until = length * stride
-            while taken < until:
-                emitted += survivals[order[taken]]
-                taken += 1
-            goodputs.append(emitted / (seconds[length] + paid))
+        goodputs = [tokens / (time + paid) for tokens, time in zip(emitted[::stride], seconds, strict=True)]
         best = max(goodputs)
         if best < (1.0 + regime.margin) * goodputs[0]:
             return counts
-        enough = _NEARLY * best
+        enough = best * (_NEARLY if len(candidates) < _FEW else _NEARLY_MANY)
         length = next(length for length, goodput in enumerate(goodputs) if goodput >= enough)
         for place in order[: length * stride]:
             counts[owners[place]] += 1
+        if len(survivals) > _FEW:
+            self._last_survival = survivals[order[length * stride - 1]]
         return counts
 
     def _judge(self, request: Request, draft: Draft, regime: Regime) -> None:
-        """See to it that `request` has the survivals of these drafts."""
-        if request.draft is draft:
-            return
+        """Let `request` have the survivals of these drafts."""
         i = self._index[draft.drafter]
         past = request.pasts[i]
         request.draft = draft
         if past is None:
             request.predicted = request.expected = []
             return
-        least = max(_LEAST_SURVIVAL, min(_LEAST_WORTH * self._asking.draft_price, 0.5))
+        least = max(_LEAST_SURVIVAL, _CUT * self._last_survival)
         count = min(len(draft.token_ids), self._num_tokens)
-        request.predicted = self._acceptance[i].survivals(draft.scores, count, past.habit, least)
-        request.expected = regime.calibrated(i, request.predicted)
+        request.predicted, request.expected = self._acceptance[i].survivals(
+            draft.scores, count, past.habit, regime.kept[i], least
+        )
 
     # ── who drafts ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -177,7 +187,8 @@ class GoodputController:
             return
         i = self._index[draft.drafter]
         past = request.pasts[i]
-        self._judge(request, draft, regime)
+        if request.draft is not draft:
+            self._judge(request, draft, regime)
         request.draft = None
         if request.asked >= 0:
             self._observe_gain(request, request.expected if request.asked == i else ())

@@ -41,7 +41,8 @@ class Regime:
     def __init__(self, num_drafters: int) -> None:
         self._predicted = [[0.0] * _BINS for _ in range(num_drafters)]
         self._accepted = [[0.0] * _BINS for _ in range(num_drafters)]
-        self._kept = [[1.0] * _BINS for _ in range(num_drafters)]
+        self.kept = [[1.0] * _BINS for _ in range(num_drafters)]
+        """[drafter][part] how much of predicted survivals came true where they were chosen"""
         self.margin = _LEAST_MARGIN
         """Of goodput, for a step with drafts over the plain one"""
         self.asking_margin = 0.0
@@ -55,21 +56,9 @@ class Regime:
     def wants_plain_step(self) -> bool:
         return self._steps_since_plain >= _PLAIN_EVERY and self._gain < _PLAIN_UP_TO
 
-    def calibrated(self, drafter: int, survivals: list[float]) -> list[float]:
-        """What predicted survivals of a proposal's drafts are worth where they are chosen. Never rises."""
-        kept = self._kept[drafter]
-        result = []
-        least = 1.0
-        for survival in survivals:
-            value = survival * kept[int(survival * _BINS) if survival < 1.0 else -1]
-            if value < least:
-                least = value
-            result.append(least)
-        return result
-
     def observe_drafts(self, drafter: int, survivals: list[float], num_accepted: int) -> None:
         """Drafts with these predicted survivals were verified."""
-        predicted, accepted, kept = self._predicted[drafter], self._accepted[drafter], self._kept[drafter]
+        predicted, accepted, kept = self._predicted[drafter], self._accepted[drafter], self.kept[drafter]
         for position, survival in enumerate(survivals):
             cell = min(int(survival * _BINS), _BINS - 1)
             predicted[cell] += survival
@@ -100,7 +89,7 @@ class Regime:
     def _forget(self) -> None:
         self.margin = max(_KEPT * self.margin, _LEAST_MARGIN)
         self.asking_margin *= _KEPT
-        for predicted, accepted, kept in zip(self._predicted, self._accepted, self._kept, strict=True):
+        for predicted, accepted, kept in zip(self._predicted, self._accepted, self.kept, strict=True):
             for cell in range(_BINS):
                 predicted[cell] *= _KEPT
                 accepted[cell] *= _KEPT
