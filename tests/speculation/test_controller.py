@@ -42,6 +42,8 @@ class FakeDrafter:
     seconds: Callable[[int, int], float] = lambda requests, tokens: 8e-6 * requests
     score: float | None = None
     error: str | None = None
+    silent: float = 0.0
+    """How often it finds nothing"""
     num_calls: int = 0
     spent: float = 0.0
 
@@ -67,6 +69,13 @@ class Loop:
         for _ in range(steps):
             self.step()
         return (self.tokens - before) / (self.now - start)
+
+    def replace(self, index: int, name: str) -> None:
+        """A request ends and another one comes."""
+        self.controller.remove(self.requests[index])
+        self._at_hand.pop(self.requests[index], None)
+        self.requests[index] = name
+        self.controller.add(name, None)
 
     def step(self) -> None:
         n = len(self.requests)
@@ -117,16 +126,21 @@ class Loop:
         for name, plan in plans.items():
             asked.setdefault(plan.drafter, []).append((name, plan.max_tokens))
         result = []
-        for drafter_name, rows in asked.items():
+        while asked:
+            drafter_name, rows = asked.popitem()
             drafter = self.drafters[drafter_name]
             total = 0
             for name, most in rows:
-                length = 0 if drafter.error else min(most, drafter.length)
+                length = 0 if drafter.error or self.rng.random() < drafter.silent else min(most, drafter.length)
                 total += length
+                score = drafter.right if drafter.score is None else drafter.score
                 if length:
                     ids = [RIGHT if self.rng.random() < drafter.right else WRONG for _ in range(length)]
-                    score = drafter.right if drafter.score is None else drafter.score
                     self._at_hand[name] = Draft(drafter=drafter_name, token_ids=ids, scores=[score] * length)
+                plan = plans[name]
+                promised = sum(score**k for k in range(1, length + 1))
+                if plan.fallback is not None and drafter_name == plan.drafter and promised < plan.trust:
+                    asked.setdefault(plan.fallback, []).append((name, plan.fallback_max_tokens))
             seconds = drafter.seconds(len(rows), total)
             drafter.num_calls += 1
             drafter.spent += seconds
@@ -182,6 +196,40 @@ def test_drafts_that_are_always_wrong_cost_next_to_nothing(target: Callable[[Ste
     late = loop.verified
     loop.run(300)
     assert loop.verified - late <= 3
+
+
+@pytest.mark.parametrize("target", [gpu_like, cpu_like])
+def test_a_drafter_that_lies_is_found_out_for_requests_to_come_as_well(target: Callable[[StepShape], float]) -> None:
+    loop = goodput_loop({"suffix": FakeDrafter(right=0.0, score=0.9)}, target, 8)
+    loop.run(64)
+    assert loop.tokens / loop.now >= 0.98 * plain_rate(target, 8)
+    for turn in range(16):  # each request has 64 steps, and another one comes
+        loop.replace(turn % 8, f"later {turn}")
+        assert loop.run(8) >= 0.98 * plain_rate(target, 8)
+
+
+def test_scores_that_promise_too_much_do_not_keep_a_better_model_from_drafting() -> None:
+    drafters = {
+        "suffix": FakeDrafter(right=0.5, score=0.95),
+        "draft_model": FakeDrafter(right=0.9, seconds=lambda requests, tokens: 0.1e-3 + 0.1e-3 * tokens / requests),
+    }
+    loop = goodput_loop(drafters, gpu_like)
+    loop.run(300)
+    assert loop.run(200) >= 3.0 * plain_rate(gpu_like, 1)
+
+
+def test_a_lookup_is_asked_first_and_the_model_where_it_finds_nothing() -> None:
+    drafters = {
+        "suffix": FakeDrafter(right=0.95, score=0.95, silent=0.5),
+        "draft_model": FakeDrafter(right=0.8, seconds=lambda requests, tokens: 0.2e-3 + 0.1e-3 * tokens / requests),
+    }
+    both = goodput_loop(drafters, gpu_like)
+    alone = goodput_loop({"draft_model": drafters["draft_model"]}, gpu_like)
+    both.run(300)
+    alone.run(300)
+    calls = drafters["suffix"].num_calls
+    assert both.run(300) >= 1.1 * alone.run(300)
+    assert drafters["suffix"].num_calls - calls > 200
 
 
 @pytest.mark.parametrize("target", [gpu_like, cpu_like])

@@ -272,8 +272,9 @@ class Asking:
                 past = turn.request.pasts[i]
                 if past is None:
                     continue
-                past.wait = 1
-                past.next_probe = self._step + 1
+                if turn.lookup < 0:  # else it is asked only where that finds little, which need not be ever
+                    past.wait = 1
+                    past.next_probe = self._step + 1
                 if turn.model < 0 or net > turn.net:
                     turn.model, turn.model_length = i, min(best_length, turn.row.max_tokens)
                 turn.net = max(turn.net, net, 1e-6)
@@ -292,7 +293,7 @@ class Asking:
         spent, most = 0.0, max(_CREDIT_AT_ONCE * self._credit, 0.0)
         for turn in turns:
             past, request = turn.request.pasts[i], turn.request
-            if past is None or turn.lookup == i or turn.model == i:
+            if past is None or turn.lookup == i or (turn.model == i and turn.lookup < 0):
                 continue
             if past.next_probe > step:
                 request.turn = min(request.turn, past.next_probe)
@@ -316,7 +317,7 @@ class Asking:
             if member.is_lookup:
                 turn.lookup, turn.length = i, length
             else:
-                turn.model, turn.model_length = i, length
+                turn.lookup, turn.model, turn.model_length = -1, i, length
         self._credit -= spent
 
     def _plan_of(self, turn: _Turn) -> ProposalPlan:
