@@ -2,18 +2,19 @@
 
     python benchmarks/speculation_costs.py --json benchmarks/results/cpu-verify-costs.json
 
-Seconds of whole engine steps (planning, forward pass, verification, reading the result) of the default model in
-float32, by number of requests and tokens of each (its last one and its drafts), and of steps that compute a chunk of a
-prompt beside decoding. The drafts are noise, so nearly all are rejected. Shapes take turns in several rounds; of each
-round the quickest quarter of a shape's steps is averaged, and the best round counts: whatever else the machine does
-only ever adds time.
+Seconds of steps (forward pass, verification, reading the result) of the default model in float32, by number of requests
+and tokens of each (its last one and its drafts), and of steps that compute a chunk of a prompt beside decoding. Shapes
+take turns in several rounds, and the median over them counts; of two steps in a round the quicker one, as when an
+engine starts. Within three minutes on two quiet cores: later rounds end when the time is up.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from sol.engine.scheduler import Scheduler
 from sol.engine.speculation import Speculation
 from sol.engine.types import EngineInfo, EngineRequest
 from sol.runner.drafters import Drafters
+from sol.runner.measure import measure_steps
 from sol.runner.model_runner import ModelRunner
 from sol.speculation.plan import Emission, FixedController, StepShape
 from sol.speculation.propose import Proposal, ProposalRow
@@ -38,7 +40,9 @@ CONTEXTS = (128, 1024)
 """The second one for few requests only: it is where the price of context comes from."""
 MOST_TOKENS = 512
 CHUNKS = (32, 128)
-ROUNDS = 3
+ROUNDS = 7
+SECONDS = 140
+"""After which no step is measured that has been before"""
 
 
 class Noise:
@@ -76,8 +80,9 @@ class Recorder(FixedController):
 class Bench:
     """One model; an engine around it for every shape."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, model: str | None, max_num_seqs: int, max_model_len: int) -> None:
         self._config = EngineConfig(
+            **({"model": model} if model else {}),
             dtype="float32",
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=MOST_TOKENS,
@@ -89,15 +94,26 @@ class Bench:
         executor, _ = assemble._build_executor(self._config, settled, progress=False)
         self._settled, self._executor = settled, executor
         self._random = random.Random(1)
+        self._runner = self._make_runner()
 
-    def seconds(self, requests: int, tokens: int, context: int, steps: int) -> float:
-        """Of a step in which `requests` requests, that have about `context` tokens each, verify `tokens` - 1 drafts."""
-        core, recorder = self._engine(tokens - 1)
-        measured = recorder.steps[requests, requests * tokens, 0]
-        core.add([self._request(str(i), context - steps // 2, 192) for i in range(requests)])
-        while len(measured) < steps:
-            core.step()
-        return quickest(measured)
+    def seconds(self, requests: int, tokens: int, context: int) -> float | None:
+        """Of a step in which `requests` requests, that have `context` tokens each, verify `tokens` - 1 drafts. What
+        their KV cache holds does not matter, so nothing is computed before."""
+        rows = requests * tokens
+        shape = StepShape(
+            num_tokens=rows, num_requests=requests, num_logits_rows=rows, num_context_tokens=requests * context
+        )
+        memory = self._settled.memory
+        measured = measure_steps(
+            self._runner,
+            [shape],
+            num_blocks=memory.num_blocks,
+            block_size=self._config.block_size,
+            max_model_len=memory.max_model_len,
+            max_num_logits_rows=self._settled.max_num_logits_rows,
+            seconds=math.inf,
+        )
+        return measured[0][1] if measured else None
 
     def chunk_seconds(self, requests: int, chunk: int, steps: int) -> float:
         """Of a step that computes `chunk` tokens of a prompt beside the next tokens of `requests` requests."""
@@ -110,7 +126,7 @@ class Bench:
         measured = recorder.steps[requests + 1, requests + chunk, chunk]
         while len(measured) < steps:
             core.step()
-        return quickest(measured)
+        return statistics.median(measured)
 
     def _engine(self, num_drafts: int, **limits: int) -> tuple[EngineCore, Recorder]:
         settled, memory = self._settled, self._settled.memory
@@ -126,13 +142,7 @@ class Bench:
         }
         speculation = Speculation(recorder, num_speculative_tokens=max(num_drafts, 1))
         scheduler = Scheduler(SchedulerConfig(**(values | limits)), speculation)
-        runner = ModelRunner(
-            self._executor,
-            block_size=self._config.block_size,
-            num_blocks=memory.num_blocks,
-            device=settled.device,
-            drafters=Drafters([Noise(settled.model.vocab_size)], vocab_size=settled.model.vocab_size),
-        )
+        runner = self._make_runner()
         info = EngineInfo(
             model=self._config.model,
             device="cpu",
@@ -149,6 +159,16 @@ class Bench:
         )
         return EngineCore(scheduler, runner, info), recorder
 
+    def _make_runner(self) -> ModelRunner:
+        vocab_size = self._settled.model.vocab_size
+        return ModelRunner(
+            self._executor,
+            block_size=self._config.block_size,
+            num_blocks=self._settled.memory.num_blocks,
+            device=self._settled.device,
+            drafters=Drafters([Noise(vocab_size)], vocab_size=vocab_size),
+        )
+
     def _request(self, name: str, num_prompt_tokens: int, max_tokens: int) -> EngineRequest:
         return EngineRequest(
             request_id=name,
@@ -158,17 +178,13 @@ class Bench:
         )
 
 
-def quickest(seconds: Sequence[float]) -> float:
-    best = sorted(seconds)[: max(1, len(seconds) // 4)]
-    return sum(best) / len(best)
-
-
 def main() -> int:
     parser = arguments(__doc__ or "")
+    parser.add_argument("--model", help="instead of the default one")
     args = parser.parse_args()
     report = Report("speculation_costs", args.quick)
     most = 8 if args.quick else max(REQUESTS)
-    bench = Bench(max_num_seqs=most + 1, max_model_len=2048)
+    bench = Bench(args.model, max_num_seqs=most + 1, max_model_len=2048)
     steps = 8
     shapes = [
         {"requests": requests, "tokens_per_request": tokens, "context": context}
@@ -181,23 +197,25 @@ def main() -> int:
     shapes += [
         {"requests": requests, "chunk": chunk, "context": 64}
         for chunk in CHUNKS
-        for requests in (1, 8, 32)
+        for requests in (1, 8)
         if requests <= most
     ]
-    best = [math.inf] * len(shapes)
+    took: list[list[float]] = [[] for _ in shapes]
+    began = time.perf_counter()
     for turn in range(1 if args.quick else ROUNDS):
-        for i, shape in enumerate(shapes):
-            requests, context = shape["requests"], shape["context"]
-            if turn and requests > 32:
-                continue  # a minute each, and the noise of long steps is small
+        for shape, seconds in zip(shapes, took, strict=True):
+            if turn and time.perf_counter() - began > SECONDS:
+                break
+            requests = shape["requests"]
             if "chunk" in shape:
-                seconds = bench.chunk_seconds(requests, shape["chunk"], steps)
+                seconds.append(bench.chunk_seconds(requests, shape["chunk"], steps))
             else:
-                seconds = bench.seconds(requests, shape["tokens_per_request"], context, steps)
-            best[i] = min(best[i], seconds)
-            print(turn, shape, f"{seconds:.4f}", file=sys.stderr, flush=True)
-    for shape, seconds in zip(shapes, best, strict=True):
-        report.row(**shape, seconds=round(seconds, 6))
+                one = bench.seconds(requests, shape["tokens_per_request"], shape["context"])
+                seconds += [] if one is None else [one]
+            print(turn, shape, seconds[-1:], file=sys.stderr, flush=True)
+    for shape, seconds in zip(shapes, took, strict=True):
+        if seconds:
+            report.row(**shape, seconds=round(statistics.median(seconds), 6))
     return report.finish(args.json)
 
 
