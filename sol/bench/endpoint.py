@@ -223,10 +223,11 @@ def _delivers(record: RequestRecord, counting: TokenCounting) -> bool:
         return True
     if record.completion_tokens is None:
         return False
-    # Exact counts add up to the total. A server that puts a usage in the last chunk with a choice looks like `usage`
-    # with all tokens in one place: there must be a count wherever there is text.
-    counted = all(count > 0 for count, size in zip(record.counts, record.characters, strict=True) if size)
-    return counting == "estimated" or (sum(record.counts) == record.completion_tokens and counted)
+    # Exact counts add up to the total. A server that tells its usage in the last chunk alone looks like one that tells
+    # it in each, with all tokens in one place: there must be a count where the first text is. (Not in every chunk: one
+    # may hold the rest of a character whose token counted before.)
+    first = next((count for count, size in zip(record.counts, record.characters, strict=True) if size), 0)
+    return counting == "estimated" or (sum(record.counts) == record.completion_tokens and first > 0)
 
 
 async def _first_model(endpoint: Endpoint, pool: Pool) -> str:

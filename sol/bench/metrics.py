@@ -126,7 +126,7 @@ class Summary:
 def summarise(stage: Stage, *, trim: Trim | None = None, slo: Slo | None = None) -> Summary:
     window = (trim or Trim()).window(stage)
     begin, end = window
-    due = [record for record in stage.records if begin <= record.intended <= end]
+    due = [record for record in stage.records if begin <= record.intended <= end and begin < end]
     due.sort(key=lambda record: record.intended)
     judged = [record for record in due if not record.cancelled]
     good = [record for record in judged if record.ok]

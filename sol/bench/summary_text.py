@@ -61,6 +61,10 @@ def facts(one: Measured) -> list[tuple[str, str]]:
         ("output", f"{_tokens(summary.output_tokens)}, {number(summary.output_tokens_per_second)} tokens/s"),
         ("throughput", f"{number(summary.requests_per_second)} requests/s"),
     ]
+    asked = [record.key for record in stage.records if record.turn == 0]
+    if len(set(asked)) < len(asked):
+        rows.append(("prompts", f"{len(set(asked))} different ones; {len(asked) - len(set(asked))} were sent before, "
+                     "and a prefix cache may know them"))  # fmt: skip
     if summary.cached_share:
         rows.append(("prefix cache", f"{summary.cached_share:.1%} of the prompt tokens"))
     if summary.tokens_per_chunk and summary.tokens_per_chunk > 1.001:
@@ -103,7 +107,11 @@ def warnings(one: Measured) -> list[str]:
             f"{summary.num_cancelled} requests of the window were cancelled at the end; they were the slowest, so the "
             "tails are too short: let them finish with a longer --drain-timeout"
         )
-    if summary.num_requests and not summary.num_ok:
+    if not summary.num_requests:
+        found.append(
+            "no request was due in the measured window: give a longer load, or a shorter --warmup or --cooldown"
+        )
+    elif not summary.num_ok:
         found.append("no request succeeded")
     for kind, count in summary.errors.items():
         found.append(f"{count} × {kind}: {summary.error_examples.get(kind, '')}")

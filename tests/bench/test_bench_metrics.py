@@ -11,6 +11,8 @@ import pytest
 from sol.bench import OpenLoop, RequestRecord, Stage, Summary, Trim, at_rate, parse_slo, summarise
 from sol.bench.cost import cost
 from sol.bench.records import CANCELLED
+from sol.bench.session import Measured, best
+from sol.bench.summary_text import warnings
 from sol.simulate import SimulatedRequest, VirtualServer, profile
 
 EVERYTHING = Trim(warmup=0, cooldown=0)
@@ -154,3 +156,46 @@ def test_nothing_to_report_is_no_error() -> None:
     failed = RequestRecord(0, "", 0, 0.0, started=0.1, end=0.2, error="connect", message="refused")
     stage.records, stage.load_seconds, stage.seconds = [failed], 1.0, 1.0
     assert summarise(stage, trim=EVERYTHING).errors == {"connect": 1}
+
+
+def measured(stage: Stage, load: OpenLoop, **options: Any) -> Measured:
+    return Measured(load=load, stage=stage, summary=summarise(stage, **options), cost=None)
+
+
+def test_readers_are_told_what_they_must_know() -> None:
+    load = at_rate(10, seconds=60, seed=6)
+    _, stage = virtual_run(load)
+    assert warnings(measured(stage, load)) == []
+    (outside,) = warnings(measured(stage, load, trim=Trim(warmup=1000)))
+    assert "no request was due in the measured window" in outside
+    stage.counting = "chunks"
+    (counting,) = warnings(measured(stage, load))
+    assert "each counts as one token" in counting
+    stage.counting = "segments"
+    for due in range(6000):
+        stage.heartbeats.due.append(0.01 * due)
+        stage.heartbeats.lag.append(0.3 if due == 3000 else 0.0)
+        stage.heartbeats.in_flight.append(1000)
+    for record in stage.records[300:310]:
+        record.error, record.message = "http_429", "slow down"
+    stage.records[400].error = CANCELLED
+    limited, cancelled, failed, little = warnings(measured(stage, load))
+    assert limited.startswith("client_limited: the client was a bottleneck: it stood still for 300 ms at once")
+    assert cancelled.startswith("1 requests of the window were cancelled")
+    assert failed == "10 × http_429: slow down"
+    assert "Little's law does not hold" in little
+
+
+def test_the_best_load_is_the_fastest_that_does_not_miss_the_slo() -> None:
+    loads = [at_rate(rate, seconds=30, seed=7) for rate in (2, 8, 30)]
+    runs = [(virtual_run(load)[1], load) for load in loads]
+    fastest = best([measured(stage, load) for stage, load in runs])
+    assert fastest is not None
+    assert fastest.load is loads[2]
+    slo = parse_slo("e2e_p50<1s")
+    judged = [measured(stage, load, slo=slo) for stage, load in runs]
+    assert [one.summary.slo.verdict for one in judged if one.summary.slo] == ["met", "met", "missed"]
+    chosen = best(judged)
+    assert chosen is not None
+    assert chosen.load is loads[1]
+    assert best([]) is None
