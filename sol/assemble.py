@@ -52,6 +52,7 @@ from sol.runner.memory import (
     workspace_bytes,
 )
 from sol.runner.model_runner import ModelRunner
+from sol.runner.verify_graphs import INVARIANT
 from sol.speculation.config import SpeculativeConfig
 from sol.speculation.plan import Controller, FixedController, GoodputController, shapes_to_measure
 from sol.speculation.propose import LOOKUPS, Proposer, lookup_proposers
@@ -61,8 +62,6 @@ logger = logging.getLogger(__name__)
 
 _MIN_DRAFTS: Final = 64
 """Drafts that a step can verify, however few requests there may be"""
-_INVARIANT_ON_GPU: Final = 16
-"""Tokens of a step up to which all projections reduce in one order (docs/kernels.md)"""
 _MEASURING_SECONDS: Final = 1.0
 """For steps that are measured at start-up"""
 
@@ -229,7 +228,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
             num_blocks=memory.num_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
             max_num_logits_rows=settled.max_num_logits_rows,
-            num_invariant_tokens=_INVARIANT_ON_GPU if device.type == "cuda" else None,
+            num_invariant_tokens=INVARIANT if device.type == "cuda" else None,
         ),
         speculation,
     )

@@ -139,7 +139,7 @@ class Scheduler:
         """
         if self._waits():
             return None
-        step = PlannedStep([])
+        step = PlannedStep([], ahead=bool(self._unread))
         self._unread.append(step)
         plan = SchedulerOutput(
             num_scheduled_tokens={},
@@ -358,7 +358,7 @@ class Scheduler:
         step = self._unread.popleft()
         if self._speculation:
             rows = [row for row in step.rows if self._requests.get(row.request.request_id) is row.request]
-            self._speculation.observe(step.shape, rows, result, seconds)
+            self._speculation.observe(step, rows, result, seconds)
         outputs = []
         for row in step.rows:
             output = self._read(row, result)

@@ -6,10 +6,11 @@ cost a neighbour its turn, a prompt its chunk, or anybody a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from sol.engine.pace import Pace
 from sol.engine.request import Request
 from sol.engine.types import (
     TARGET,
@@ -66,6 +67,8 @@ class PlannedStep:
     rows: list[PlannedRow]
     shape: StepShape | None = None
     """Settled once the plan is complete, where somebody wants to know."""
+    ahead: bool = False
+    """It was planned before the one before it was read."""
 
 
 class Speculation:
@@ -75,6 +78,7 @@ class Speculation:
         self._controller = GuardedController(controller)
         self._num_speculative_tokens: Final = num_speculative_tokens
         self._caching = frozenset(caching)
+        self._pace = Pace()
 
     @property
     def failure(self) -> Exception | None:
@@ -121,7 +125,7 @@ class Speculation:
                     request_id=request.request_id, draft=rest, max_tokens=limit, num_tokens=request.num_planned_tokens
                 )
             )
-        if not candidates:
+        if not candidates or not self._pace.may_wait(len(requests)):
             return False
         shape = StepShape(
             num_tokens=len(requests),
@@ -277,11 +281,10 @@ class Speculation:
 
     # ── results ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def observe(
-        self, shape: StepShape | None, rows: Iterable[PlannedRow], result: StepOutput, seconds: float | None
-    ) -> None:
+    def observe(self, step: PlannedStep, rows: Sequence[PlannedRow], result: StepOutput, seconds: float | None) -> None:
         """A step has been read; `rows` are those of requests that are still there. `seconds`: how long it took, with
         drafting; None if nobody measured."""
+        shape = step.shape
         for drafting in result.draftings:
             self._controller.observe_drafting(drafting)
         if seconds is None or shape is None:
@@ -306,6 +309,9 @@ class Speculation:
                         new_token_ids=token_ids,
                     )
                 )
+        if emissions and len(emissions) == len(rows) == shape.num_requests:
+            num_tokens = sum(emission.num_new_tokens for emission in emissions)
+            self._pace.observe(shape.num_requests, num_tokens, seconds, ahead=step.ahead)
         spent = sum(drafting.seconds for drafting in result.draftings)
         self._controller.observe_step(shape, max(0.0, seconds - spent), emissions)
 

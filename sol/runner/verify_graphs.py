@@ -34,6 +34,8 @@ _PER_REQUEST: Final = 3
 
 MOST_TOKENS: Final = 128
 """Of a step; larger ones keep the device busy for long enough to launch one kernel after the other."""
+INVARIANT: Final = 16
+"""Tokens of a step up to which all kernels reduce in one order (docs/kernels.md)"""
 LONGEST: Final = ((8, 16), (32, 8), (64, 4))
 """(requests, tokens): a graph of at most so many requests holds at most so many tokens of each."""
 
@@ -50,15 +52,20 @@ class Size:
 
 
 def verify_buckets(max_num_seqs: int, max_num_drafts: int) -> list[Size]:
-    """Sizes worth a graph, for at most `max_num_drafts` drafts of a request."""
+    """Sizes worth a graph, for at most `max_num_drafts` drafts of a request.
+
+    Steps of at most 16 tokens compute each of them as if it were alone, and drafts do not lift a step out of these: up
+    to 16 requests need no larger size, and must have these.
+    """
     sizes = set()
     for requests in (1, 2, 4, 8, 16, 32, 64):
         requests = min(requests, max_num_seqs)
-        longest = min(Size(requests, 0).longest, max_num_drafts + 1)
-        most = min(MOST_TOKENS, requests * longest)
-        step = 1 if requests == 1 else 4 if requests <= 4 else 16
-        first = requests + 1 if requests == 1 else requests + step
-        sizes |= {Size(requests, tokens) for tokens in (*range(first, most, step), most) if tokens > requests}
+        most = INVARIANT if requests <= INVARIANT else MOST_TOKENS
+        most = min(most, requests * min(Size(requests, 0).longest, max_num_drafts + 1))
+        step = 1 if requests == 1 else 4 if requests <= INVARIANT else 16
+        sizes |= {Size(requests, tokens) for tokens in (*range(step, most, step), most) if tokens > requests}
+        if requests == INVARIANT:
+            sizes.add(Size(requests, INVARIANT))  # for fewer of them, with drafts
     return sorted(sizes)
 
 
