@@ -189,16 +189,17 @@ def test_what_cannot_work_is_one_clear_line(
 
 def test_ctrl_c_keeps_what_was_measured(url: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sol", "bench", url, "--rate", "80", "--duration", "600", "--tasks", "chat"]
-    process = subprocess.Popen(
-        [*command, "--output", str(tmp_path / "run"), "--output-tokens", "5"], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    # The first line of progress says that the load runs.
-    line = process.stderr.readline()
-    assert "80/s, poisson" in line
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
-    process.stderr.close()
+    command += ["--output", str(tmp_path / "run"), "--output-tokens", "5"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            # The first line of progress says that the load runs.
+            line = process.stderr.readline()
+            assert "80/s, poisson" in line, line + process.stderr.read()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+        finally:
+            process.kill()
     document = json.loads((tmp_path / "run.json").read_text())
     assert document["interrupted"] is True
     assert len(document["stages"][0]["requests"]["rows"]) > 30
