@@ -75,9 +75,10 @@ class Load:
     prompts: list[list[int]]
     params: SamplingParams
 
-    def requests(self) -> list[EngineRequest]:
+    def requests(self, turn: int) -> list[EngineRequest]:
+        """Seeds differ from turn to turn: one text that happens to draft badly, or well, should not count 40 times."""
         return [
-            EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, params=self.params, seed=index)
+            EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, params=self.params, seed=1000 * turn + index)
             for index, prompt in enumerate(self.prompts)
         ]
 
@@ -91,10 +92,10 @@ class Run:
     usages: dict[str, SpeculationUsage] = field(default_factory=dict)
 
 
-def drive(core: EngineCore, load: Load) -> Run:
+def drive(core: EngineCore, load: Load, turn: int) -> Run:
     """From the moment at which each request has its first token, until the last one has its last."""
     run = Run()
-    requests = load.requests()
+    requests = load.requests(turn)
     core.add(requests)
     run.token_ids = {request.request_id: [] for request in requests}
     started = None
@@ -122,10 +123,10 @@ class Comparison:
         differing = 0
         with Progress(count, title) as bar:
             for core in (self._plain, self._speculating):
-                drive(core, load)  # fills the prefix cache
+                drive(core, load, -1)  # fills the prefix cache
             for number in range(count):
                 order = (self._plain, self._speculating) if number % 2 == 0 else (self._speculating, self._plain)
-                runs = [drive(core, load) for core in order]
+                runs = [drive(core, load, number // 2) for core in order]
                 plain, speculating = runs if number % 2 == 0 else reversed(runs)
                 pairs.append((plain, speculating))
                 differing += sum(

@@ -59,6 +59,7 @@ class Drafters:
     def propose(self, plans: Mapping[str, ProposalPlan], rows: Mapping[str, ProposalRow]) -> Round:
         """`rows` has those of `plans` that can be drafted for (a request that failed in the step cannot)."""
         result = Round()
+        started = self._clock()
         asked: dict[str, list[ProposalRow]] = {}
         for request_id, row in rows.items():
             plan = plans[request_id]
@@ -77,6 +78,11 @@ class Drafters:
             for row, proposal in zip(members, self._ask(name, members, result), strict=True):
                 if proposal.token_ids:
                     result.proposals[row.request_id] = name, proposal
+        if result.draftings:
+            # What lies between the calls is their price too, and not the target's.
+            between = self._clock() - started - sum(drafting.seconds for drafting in result.draftings)
+            for drafting in result.draftings:
+                drafting.seconds += between / len(result.draftings)
         return result
 
     def leave(self, plan: SchedulerOutput) -> None:
