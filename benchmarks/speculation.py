@@ -10,8 +10,8 @@ cells    named loads, plain and speculating in turn (ABBA, so that a drift of th
          chat copies little; adversarial is random text over eight tokens, in which every short match is found and
          none predicts what comes next.
 
-Every pair's token ids are compared: one that differs fails the benchmark. Two engines live in one process and never
-compute at the same time.
+Every pair's token ids are compared: one that differs fails the benchmark. Both sides share one runner, so weights and
+KV cache lie at the same places for both: two copies of a model in one process differ in speed by up to a tenth.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from common import Report, arguments
 from sol.assemble import build_core
 from sol.config import EngineConfig
 from sol.engine.core import EngineCore
+from sol.engine.scheduler import Scheduler
 from sol.engine.types import EngineRequest, SpeculationUsage
 from sol.models.source import resolve
 from sol.progress import Progress
@@ -75,10 +76,13 @@ class Load:
     prompts: list[list[int]]
     params: SamplingParams
 
-    def requests(self, turn: int) -> list[EngineRequest]:
-        """Seeds differ from turn to turn: one text that happens to draft badly, or well, should not count 40 times."""
+    def requests(self, turn: int, side: str) -> list[EngineRequest]:
+        """Ids begin with `side`: the runner forgets one side's when that side's next step comes. Seeds differ from turn
+        to turn: one text that happens to draft badly, or well, should not count 40 times."""
         return [
-            EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, params=self.params, seed=1000 * turn + index)
+            EngineRequest(
+                request_id=f"{side}{index}", prompt_token_ids=prompt, params=self.params, seed=1000 * turn + index
+            )
             for index, prompt in enumerate(self.prompts)
         ]
 
@@ -92,20 +96,21 @@ class Run:
     usages: dict[str, SpeculationUsage] = field(default_factory=dict)
 
 
-def drive(core: EngineCore, load: Load, turn: int) -> Run:
+def drive(core: EngineCore, load: Load, turn: int, side: str) -> Run:
     """From the moment at which each request has its first token, until the last one has its last."""
     run = Run()
-    requests = load.requests(turn)
+    requests = load.requests(turn, side)
     core.add(requests)
-    run.token_ids = {request.request_id: [] for request in requests}
+    run.token_ids = {request.request_id.removeprefix(side): [] for request in requests}
     started = None
     while core.has_work:
         for output in core.step().outputs:
-            run.token_ids[output.request_id] += output.new_token_ids
+            name = output.request_id.removeprefix(side)
+            run.token_ids[name] += output.new_token_ids
             if started is not None:
                 run.num_tokens += len(output.new_token_ids)
             if output.speculation is not None:
-                run.usages[output.request_id] = output.speculation
+                run.usages[name] = output.speculation
         if started is None and all(run.token_ids.values()):
             started = time.perf_counter()
     assert started is not None
@@ -114,20 +119,27 @@ def drive(core: EngineCore, load: Load, turn: int) -> Run:
 
 
 class Comparison:
-    def __init__(self, plain: EngineCore, speculating: EngineCore) -> None:
-        self._plain, self._speculating = plain, speculating
+    def __init__(self, method: str) -> None:
+        options: dict[str, Any] = {"method": method}
+        # Without the prefix cache: either side overwrites what the other one's blocks hold.
+        config = EngineConfig(
+            dtype="float32", max_model_len=2048, enable_prefix_caching=False, speculative_config=options
+        )
+        drafting = build_core(config, progress=False)
+        plain = EngineCore(Scheduler(drafting._scheduler.config), drafting._runner, drafting.info)
+        self._sides = {"plain": plain, "drafting": drafting}
 
     def pairs(self, load: Load, count: int, title: str) -> tuple[list[tuple[Run, Run]], int]:
         """(plain, speculating) runs, in the order ABBA; and how many tokens differ."""
         pairs: list[tuple[Run, Run]] = []
         differing = 0
         with Progress(count, title) as bar:
-            for core in (self._plain, self._speculating):
-                drive(core, load, -1)  # fills the prefix cache
+            for side in self._sides:
+                drive(self._sides[side], load, -1, side)
             for number in range(count):
-                order = (self._plain, self._speculating) if number % 2 == 0 else (self._speculating, self._plain)
-                runs = [drive(core, load, number // 2) for core in order]
-                plain, speculating = runs if number % 2 == 0 else reversed(runs)
+                order = ("plain", "drafting") if number % 2 == 0 else ("drafting", "plain")
+                runs = {side: drive(self._sides[side], load, number // 2, side) for side in order}
+                plain, speculating = runs["plain"], runs["drafting"]
                 pairs.append((plain, speculating))
                 differing += sum(
                     a != b
@@ -190,9 +202,9 @@ def row(report: Report, name: str, pairs: Sequence[tuple[Run, Run]], differing: 
 
 
 def measure_copying(report: Report, encode: Any, *, pairs: int, tokens: int, methods: list[str]) -> None:
-    plain, best = make_core("off"), {}
+    best = {}
     for method in methods:
-        comparison = Comparison(plain, make_core(method))
+        comparison = Comparison(method)
         ratios = []
         for name, (is_chat, text) in COPYING.items():
             load = Load([encode(text, is_chat)], SamplingParams(temperature=0.0, max_tokens=tokens))
@@ -206,7 +218,7 @@ def measure_copying(report: Report, encode: Any, *, pairs: int, tokens: int, met
 
 
 def measure_cells(report: Report, encode: Any, *, pairs: int, method: str, short: bool) -> None:
-    comparison = Comparison(make_core("off"), make_core(method))
+    comparison = Comparison(method)
     sampled: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "ignore_eos": True}
     # Eight tokens, all as likely as each other: nothing that was seen says what comes next.
     chance: dict[str, Any] = {"temperature": 100.0, "logit_bias": dict.fromkeys(range(1000, 1008), 100.0), "top_k": 8,
@@ -231,11 +243,6 @@ def measure_cells(report: Report, encode: Any, *, pairs: int, method: str, short
         report.at_least(f"{name}: over plain", ratio, 0.98)
         if not short:  # a few pairs say nothing about the interval
             report.at_least(f"{name}: over plain, lower end of 95 %", lower, 0.95)
-
-
-def make_core(method: str) -> EngineCore:
-    options: dict[str, Any] = {"speculation": "off"} if method == "off" else {"speculative_config": {"method": method}}
-    return build_core(EngineConfig(dtype="float32", max_model_len=2048, **options), progress=False)
 
 
 def main() -> int:
