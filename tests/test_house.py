@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,9 @@ def test_every_dependency_is_explained_and_used() -> None:
         module = import_names.get(name, name)
         used = re.search(rf"^\s*(import|from) {module}\b", source, re.MULTILINE) or f'"{module}"' in source
         assert used, f"{name} is required but not imported"
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """pytest puts every directory of tests on the path: of two modules of one name, one hides the other."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_server import FINISH, STREAM, ScriptedServer, answer, chunked, text_event, usage, whole
+from bench_server import FINISH, STREAM, ScriptedServer, answer, chunked, text_event, usage, whole
 
 from sol.bench import (
     ClosedLoop,

@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import pytest
-from scripted_server import FINISH, event, text_event, usage
+from bench_server import FINISH, event, text_event, usage
 
 from sol.bench.records import RequestRecord
 from sol.bench.stream import ResponseSink
