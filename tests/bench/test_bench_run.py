@@ -69,13 +69,13 @@ async def test_requests_are_due_when_the_schedule_says_and_at_no_other_time() ->
 
 
 async def test_a_stall_of_the_server_is_in_the_tail_of_everything_that_was_due_meanwhile() -> None:
-    # The probe takes a moment, so the stall is set when the load begins.
+    # The probe takes a moment, so the stall is set when the load begins; it outlasts a slow beginning of that.
     async with simulated() as server:
         endpoint = await prepare(Endpoint(url=server.url))
-        server.service.faults.add([Fault(kind="stall", start=0.1, seconds=0.5)], time.monotonic())
+        server.service.faults.add([Fault(kind="stall", start=0.1, seconds=2.0)], time.monotonic())
         stage = await measure(endpoint, at_rate(100, arrivals="constant", seconds=0.7), short())
     waited = [record.times[0] - record.intended for record in stage.records]
-    # A closed loop would have waited once. Here every request of that half second did, each for the rest of it.
+    # A closed loop would have waited once. Here every request that became due meanwhile did, each for the rest of it.
     assert max(waited) > 0.3
     assert sum(one > 0.1 for one in waited) >= 25
     assert summarise(stage, trim=EVERYTHING).num_ok == 70
