@@ -17,6 +17,7 @@ import torch
 
 from sol.engine.types import Draft, Drafting, ProposalPlan, SchedulerOutput
 from sol.speculation.propose import Proposal, ProposalRow, Proposer
+from sol.speculation.usage import expected_accepted
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +184,4 @@ def expected(proposal: Proposal) -> float:
     """How many of its drafts the drafter itself expects to be accepted."""
     if proposal.scores is None:
         return float(len(proposal.token_ids))
-    total, survival = 0.0, 1.0
-    for score in proposal.scores:
-        survival *= score
-        total += survival
-    return total
+    return expected_accepted(proposal.scores)

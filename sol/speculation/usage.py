@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sol.engine.types import DraftCounts, RequestOutput, SpeculationUsage
 
@@ -61,4 +61,13 @@ def add_usages(usages: Iterable[tuple[SpeculationUsage, int]]) -> SpeculationUsa
             actual += num_tokens / usage.speedup
     if total is not None and actual:
         total.speedup = plain / actual
+    return total
+
+
+def expected_accepted(scores: Sequence[float]) -> float:
+    """Tokens: the sum over the drafts of the probability that all up to this one are right."""
+    total, product = 0.0, 1.0
+    for score in scores:
+        product *= score
+        total += product
     return total

@@ -21,9 +21,10 @@ from lookup_texts import (
 
 from sol.errors import ConfigError
 from sol.speculation.propose import Proposal
-from sol.speculation.propose.suffix import SuffixProposer, expected_accepted
+from sol.speculation.propose.suffix import SuffixProposer
 from sol.speculation.propose.suffix_align import FIRST_COPIED
 from sol.speculation.propose.suffix_text import TOKENS_PER_CALL
+from sol.speculation.usage import expected_accepted
 
 
 def expected(proposal: Proposal) -> float:

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lookup_texts import edited, edits, lookup_row, proposals_along, propose_one, source_texts
 
-from sol.speculation.propose.suffix import SuffixProposer, expected_accepted
+from sol.speculation.propose.suffix import SuffixProposer
 from sol.speculation.propose.suffix_align import Alignment
+from sol.speculation.usage import expected_accepted
 
 SOURCE = list(range(1000, 1100))
 sources = st.lists(st.integers(0, 30), min_size=12, max_size=60)

@@ -30,6 +30,7 @@ from sol.speculation.plan.ledger import Ledger
 from sol.speculation.plan.regime import Regime, Regimes
 from sol.speculation.plan.requests import Past, Request
 from sol.speculation.plan.types import Candidate, Drafter, Emission, StepShape
+from sol.speculation.usage import expected_accepted
 
 _NEARLY, _NEARLY_MANY = 0.995, 0.96
 """Fewer drafts are verified where they promise so much of the best goodput: improbable ones promise more than they
@@ -202,7 +203,7 @@ class GoodputController:
             known += 1
             right += draft.token_ids[right] == emission.new_token_ids[right]
         if self._asking.has_model and draft.scores is not None:
-            self._asking.observe_promise(i, _expected_tokens(draft.scores), sum(request.expected))
+            self._asking.observe_promise(i, expected_accepted(draft.scores), sum(request.expected))
         self._acceptance[i].observe(draft.scores, right, known, past.habit)
         if verified:
             regime.observe_drafts(i, request.predicted[:verified], right)
@@ -222,12 +223,3 @@ class GoodputController:
 
     def take_stats(self) -> tuple[dict[str, DrafterStats], float, float]:
         return self._ledger.take_stats()
-
-
-def _expected_tokens(scores: Sequence[float]) -> float:
-    """How many of its drafts a drafter itself expects to be accepted."""
-    total, survival = 0.0, 1.0
-    for score in scores:
-        survival *= score
-        total += survival
-    return total

@@ -43,7 +43,7 @@ class DraftModelProposer(ModelDrafter):
             max_positions=max_positions,
             max_num_tokens=max_num_tokens,
             sample_method=sample_method,
-            device=device or torch.device("cpu"),
+            device=device,
             sample_many=sample_many,
         )
         self._vocabulary = vocabulary

@@ -10,38 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import torch
-
 from sol.errors import ConfigError
-from sol.ops.program import AttentionInput, Executor, Op, Program
-from sol.speculation.config import DraftSampleMethod
-from sol.speculation.propose.model_drafter import Candidate, ModelDrafter, SampleMany
+from sol.ops.program import AttentionInput, Op, Program
+from sol.speculation.propose.model_drafter import Candidate, ModelDrafter
 from sol.speculation.propose.protocol import ProposalRow
 
 
 class EarlyExitProposer(ModelDrafter):
     """Implements `Proposer`. The executor computes `first_layers(target, n)` over the target's own KV cache."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        *,
-        block_size: int,
-        max_positions: int,
-        max_num_tokens: int,
-        sample_method: DraftSampleMethod = "coupled",
-        device: torch.device | None = None,
-        sample_many: SampleMany | None = None,
-    ) -> None:
-        super().__init__(
-            executor,
-            block_size=block_size,
-            max_positions=max_positions,
-            max_num_tokens=max_num_tokens,
-            sample_method=sample_method,
-            device=device or torch.device("cpu"),
-            sample_many=sample_many,
-        )
 
     @property
     def name(self) -> str:

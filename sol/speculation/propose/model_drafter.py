@@ -69,8 +69,8 @@ class ModelDrafter(ABC):
         block_size: int,
         max_positions: int,
         max_num_tokens: int,
-        sample_method: DraftSampleMethod,
-        device: torch.device,
+        sample_method: DraftSampleMethod = "coupled",
+        device: torch.device | None = None,
         sample_many: SampleMany | None = None,
     ) -> None:
         self._sample_many = sample_many
@@ -79,7 +79,7 @@ class ModelDrafter(ABC):
         self._max_positions = max_positions
         self._max_num_tokens = max_num_tokens
         self._sample_method = sample_method
-        self._device = device
+        self._device = device or torch.device("cpu")
 
     @property
     @abstractmethod

@@ -13,6 +13,7 @@ from sol.speculation.propose.suffix_match import ORDERS, Match, best, draft, fin
 from sol.speculation.propose.suffix_memory import OutputMemory, TenantMemory
 from sol.speculation.propose.suffix_scores import LONGEST, TrackRecord
 from sol.speculation.propose.suffix_text import FollowedText, FollowedTexts, until_end
+from sol.speculation.usage import expected_accepted
 
 _SURE: Final = 6
 """A match of so many tokens is followed, instead of looking for others at every token."""
@@ -215,12 +216,3 @@ class SuffixProposer:
             text = self._texts.pop(request_id)
             if finished and text is not None and text.tenant is not None:
                 self.memory.remember(text.tenant, text.output)
-
-
-def expected_accepted(scores: Sequence[float]) -> float:
-    """Tokens: the sum over the drafts of the probability that all up to this one are right."""
-    total, product = 0.0, 1.0
-    for score in scores:
-        product *= score
-        total += product
-    return total
