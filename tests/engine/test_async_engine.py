@@ -46,6 +46,17 @@ class GatedRunner(TokenRunner):
         return super().execute(plan)
 
 
+class PausingRunner(GatedRunner):
+    """Closes its gate behind the first step, so that what a consumer has taken by then does not hang on its speed."""
+
+    def execute(self, plan: SchedulerOutput) -> StepOutput:
+        first = not self.plans
+        output = super().execute(plan)
+        if first:
+            self.gate.clear()
+        return output
+
+
 def in_process(runner: TokenRunner | None = None) -> InProcessClient:
     runner = runner or GatedRunner()
     return InProcessClient(make_core(runner.config, runner))
@@ -151,9 +162,11 @@ async def test_ids_in_use_are_refused() -> None:
 
 async def test_a_slow_consumer_gets_what_piled_up_at_once() -> None:
     request = make_request("slow", [1, 2], max_tokens=200, logprobs=1)
-    async with serving(in_process) as engine:
+    runner = PausingRunner()
+    async with serving(lambda: in_process(runner)) as engine:
         stream = engine.generate(request)
         first = await anext(stream)
+        runner.gate.set()
         await until(lambda: engine.num_open == 0)  # everything has come, nobody has taken it
         rest = [output async for output in stream]
     assert len(rest) == 1
