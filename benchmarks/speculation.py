@@ -67,6 +67,8 @@ CHAT = (
     "Describe a day in the life of a medieval blacksmith.",
     "Which is healthier, running or swimming, and why?",
 )
+_PROMPT_TOKENS = 4096
+"""As many as all requests of a load have in their prompts, or more"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +123,16 @@ def drive(core: EngineCore, load: Load, turn: int, side: str) -> Run:
 class Comparison:
     def __init__(self, method: str) -> None:
         options: dict[str, Any] = {"method": method}
-        # Without the prefix cache: either side overwrites what the other one's blocks hold.
         config = EngineConfig(
-            dtype="float32", max_model_len=2048, enable_prefix_caching=False, speculative_config=options
+            dtype="float32",
+            max_model_len=2048,
+            # All prompts in one step, so that all requests begin to decode together. Prompts that are computed one
+            # after another give drafting requests the time to end meanwhile: what is measured then is their rest.
+            max_num_batched_tokens=_PROMPT_TOKENS,
+            max_num_prefill_tokens=_PROMPT_TOKENS,
+            # Either side overwrites what the other one's blocks hold.
+            enable_prefix_caching=False,
+            speculative_config=options,
         )
         drafting = build_core(config, progress=False)
         plain = EngineCore(Scheduler(drafting._scheduler.config), drafting._runner, drafting.info)
