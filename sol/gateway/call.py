@@ -1,0 +1,162 @@
+"""One request on its way through the gateway: what stages read, what they decide, how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """Who asks: what the key in the request stands for."""
+
+    key_id: str
+    """Names the key in logs and records; the key cannot be told from it."""
+    tenant: str
+    models: frozenset[str] | None = None
+    """What it may ask for; None: everything."""
+    classes: tuple[str, ...] = ()
+    """The classes it may ask for; none: only its default."""
+    default_class: str | None = None
+    """The class of its requests that ask for none; None: the gateway's default."""
+    limits: str | None = None
+    """The name of a limit policy."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Of the key, for records and reports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What a stage decided about a call, so that somebody who asks why can be told."""
+
+    stage: str
+    rule: str
+    """The name of the rule, policy or signal that decided."""
+    action: str
+    """What was done: reject, redact, flag, degrade, route …"""
+    detail: str = ""
+    """For people; never holds what the client wrote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of a call. `estimated` is set where the engine did not tell: a stream that ended early."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Of the prompt's, those the engine had in its prefix cache."""
+    estimated: bool = False
+    speculation: Mapping[str, Any] | None = None
+    """What Sol's engine says of the call's drafts, where it was asked to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a call ended. Times are of `time.monotonic()`."""
+
+    status: int
+    """What the client was told, or would have been: 499 where it left before it was told anything."""
+    error: Exception | None = None
+    """Also of a stream whose status was 200 when it broke."""
+    usage: Usage | None = None
+    """None where no engine did any work."""
+    first_byte_at: float | None = None
+    """When the first bytes of the answer came from the engine."""
+    ended_at: float = field(default_factory=time.monotonic)
+    client_left: bool = False
+
+
+class OutputFilter(Protocol):
+    """Sees an answer before the client does. A stage puts one into `Call.output_filters`.
+
+    `feed` gets bytes of the response as they come (of a stream: whole server-sent events, of anything else: the whole
+    body) and returns what may be passed on now; `finish` returns what was held back, once nothing more comes. Both
+    raise a SolError to end the answer there.
+    """
+
+    def feed(self, data: bytes) -> bytes: ...
+
+    def finish(self) -> bytes: ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """One request. Stages change it as it passes; the relay sends what it holds when it has passed them all."""
+
+    id: str
+    """What the client sent as x-request-id if it is sane, else made here."""
+    path: str
+    method: str
+    headers: Mapping[str, str]
+    """By lower-case name; the last of several of one name."""
+    body: bytes
+    """What goes upstream. A stage that changes `json` calls `rewrite`."""
+    json: dict[str, Any]
+    """The parsed body: read it freely, change it only together with `body`."""
+    model: str
+    """As clients name it."""
+    stream: bool
+    arrived: float
+    """time.monotonic()."""
+    deadline: float | None = None
+    """time.monotonic() after which nobody waits for the answer."""
+    principal: Principal | None = None
+    class_name: str = "interactive"
+    input_tokens: int = 0
+    """An estimate until usage comes."""
+    output_tokens: int | None = None
+    """What the client declared as max_tokens, for all its choices together; None where it declared nothing."""
+    decisions: list[Decision] = field(default_factory=list)
+    usage: Usage | None = None
+    backend: str | None = None
+    """The engine that answers, or answered."""
+    first_byte_at: float | None = None
+    """time.monotonic() when the first bytes of an answer came from an engine."""
+    attempt: int = 0
+    """1 for the first engine that was asked, 0 before."""
+    prefix_key: int | None = None
+    """A hash of the prompt's first blocks: requests that share it profit from the same engine's cache."""
+    only_engines: frozenset[str] | None = None
+    """Routing may choose among these only; None: all of the model's."""
+    response_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """Sent with the response, whether it is an answer or an error."""
+    output_filters: list[OutputFilter] = field(default_factory=list)
+
+    def decide(self, stage: str, rule: str, action: str, detail: str = "") -> None:
+        self.decisions.append(Decision(stage=stage, rule=rule, action=action, detail=detail))
+
+    def rewrite(self, changed: dict[str, Any]) -> None:
+        """Take `changed` for the request's body."""
+        self.json = changed
+        self.body = msgspec.json.encode(changed)
+
+    def text(self) -> Iterator[str]:
+        """What the client wrote: the texts of messages, of a prompt, of a Responses API's input, in their order.
+
+        Prompts of token ids have no text here.
+        """
+        for name in ("system", "instructions", "prompt", "input"):
+            yield from _texts_of(self.json.get(name))
+        messages = self.json.get("messages")
+        if isinstance(messages, list):
+            for message in messages:
+                if isinstance(message, dict):
+                    yield from _texts_of(message.get("content"))
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    """The strings in what APIs take for a text: a string, a list of them, of parts, or of messages of parts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            if isinstance(part, str):
+                yield part
+            elif isinstance(part, dict):
+                yield from _texts_of(part.get("text"))
+                yield from _texts_of(part.get("content"))
