@@ -9,6 +9,7 @@
     │   ├── UnsupportedModelError   an architecture, format or option Sol does not implement
     │   └── TokenizerError          no tokenizer, or one that Sol does not know
     ├── OutOfMemoryError            the memory plan does not fit
+    ├── EngineStartError            a server that Sol was to start did not become ready
     ├── EndpointError               an endpoint that a tool measures is not there or does not answer as it must
     ├── RequestError                400: the request itself is wrong
     │   └── ContextLengthError      400: prompt (and output) exceed the model's length
@@ -23,6 +24,8 @@ status, `type` and `code` what an OpenAI client finds in the error's body, `retr
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -68,6 +71,20 @@ class TokenizerError(ModelError):
 
 class OutOfMemoryError(SolError):
     pass
+
+
+class EngineStartError(SolError):
+    """`name` of the server, its `command`, its `returncode` (None if it ran still or never), the last lines of its
+    log in `tail`, and in `problem` what went wrong."""
+
+    def __init__(self, name: str, command: Sequence[str], returncode: int | None, tail: str, problem: str) -> None:
+        text = f"{name} did not start: {problem}\ncommand: {shlex.join(command)}"
+        super().__init__(f"{text}\nits last lines:\n{tail}" if tail else text)
+        self.name = name
+        self.command = tuple(command)
+        self.returncode = returncode
+        self.tail = tail
+        self.problem = problem
 
 
 class EndpointError(SolError):
