@@ -45,6 +45,9 @@ _LENGTHS: Final = 64
 """Of the list of drafts, that are compared"""
 _FEW: Final = 64
 """Requests that are few; and numbers that a list sorts faster than an array"""
+_DECIDING_STEP, _DECIDING_ROW = 40e-6, 1e-6
+"""Seconds of the host, for a step and for a request of it, in which a device waits whose steps are planned ahead unless
+they verify drafts. Where the host and the device take turns anyway, it is too little to matter."""
 _PUPILS: Final = 16
 """Requests of a step whose drafts teach what drafts are worth; with more, they take turns. All would take the host half
 a millisecond, in which a GPU waits, and tell little more."""
@@ -122,9 +125,11 @@ class GoodputController:
         # The drafts have been paid for, but goodput is a matter of the whole round: it makes time a little cheaper.
         paid = self._drafting_seconds
         seconds = self._costs.curve(shape, count, stride)
+        plain = rows / (seconds[0] + paid)
+        paid += _DECIDING_STEP + _DECIDING_ROW * rows
         goodputs = [tokens / (time + paid) for tokens, time in zip(emitted[::stride], seconds, strict=True)]
         best = max(goodputs)
-        if best < (1.0 + regime.margin) * goodputs[0]:
+        if best < (1.0 + regime.margin) * plain:
             return counts
         enough = best * (_NEARLY if len(candidates) < _FEW else _NEARLY_MANY)
         length = next(length for length, goodput in enumerate(goodputs) if goodput >= enough)
