@@ -60,7 +60,7 @@ from sol.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_MIN_DRAFTS: Final = 64
+_MIN_MORE_ROWS: Final = 64
 """Drafts that a step can verify, however few requests there may be"""
 _MEASURING_SECONDS: Final = 1.0
 """For steps that are measured at start-up"""
@@ -123,9 +123,8 @@ def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
             param="max_num_batched_tokens",
         )
     speculative = config.speculative()
-    # Drafts of as many requests again; a few where there are few requests.
-    max_num_drafts = max(_MIN_DRAFTS, max_num_seqs) if speculative.drafters else 0
-    max_num_logits_rows = min(max_num_seqs + max_num_drafts, max_num_batched_tokens)
+    # Beside a row of each request's last token: rows of drafts, and of prompts whose logprobs somebody wants.
+    max_num_logits_rows = min(max_num_seqs + max(_MIN_MORE_ROWS, max_num_seqs), max_num_batched_tokens)
     checkpoint = open_checkpoint(files, config.quantization)
     shapes = parameter_shapes(model)
     if kernels is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from sol.config import DEFAULT_MODEL, EngineConfig, Quantization, Speculation
-from sol.engine.types import FinishReason, SpeculationParams, SpeculationUsage
+from sol.engine.types import FinishReason, SpeculationParams, SpeculationUsage, TokenLogprobs
 from sol.errors import ConfigError, RequestError
 from sol.interrupt import Interrupt
 from sol.local import LocalEngine, Piece
@@ -65,6 +65,8 @@ class PromptOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each token of the prompt, itself and the likeliest ones by id, when asked for; None for the first one."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV cache was found rather than computed."""
 
@@ -204,6 +206,9 @@ class LLM:
             for piece in pieces:
                 result = results[piece.prompt_index]
                 self._add(result.outputs[piece.choice_index], piece)
+                if piece.prompt_logprobs is not None and piece.choice_index == 0:
+                    entries = zip(result.prompt_token_ids[1:], piece.prompt_logprobs, strict=True)
+                    result.prompt_logprobs = [None, *(self._entry(token_id, entry) for token_id, entry in entries)]
                 if piece.finish_reason is not None:
                     # Later choices find the whole prompt; what the first one found is the request's.
                     if piece.choice_index == 0:
@@ -244,10 +249,13 @@ class LLM:
             return
         for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True):
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry.logprob
-            found = {token_id: self._logprob(token_id, entry.logprob, entry.rank)}
-            for rank, (other, logprob) in enumerate(entry.top, start=1):
-                found.setdefault(other, self._logprob(other, logprob, rank))
-            output.logprobs.append(found)
+            output.logprobs.append(self._entry(token_id, entry))
+
+    def _entry(self, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
+        found = {token_id: self._logprob(token_id, entry.logprob, entry.rank)}
+        for rank, (other, logprob) in enumerate(entry.top, start=1):
+            found.setdefault(other, self._logprob(other, logprob, rank))
+        return found
 
     def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
         text = None

@@ -43,6 +43,8 @@ class Piece:
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     """One for each of `token_ids`, when asked for."""
+    prompt_logprobs: list[TokenLogprobs] | None
+    """One for each token of the prompt but the first, when asked for; comes with the first tokens."""
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     """The stop string or the stop token id that ended the choice."""
@@ -201,6 +203,7 @@ class LocalEngine:
             text=text,
             token_ids=token_ids,
             logprobs=None if output.logprobs is None else output.logprobs[: len(token_ids)],
+            prompt_logprobs=output.prompt_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=output.num_cached_tokens,

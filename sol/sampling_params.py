@@ -44,6 +44,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: no logprobs. k: of the sampled token and the k likeliest (0 gives the sampled one alone)."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, each given those before it. Its KV cache is then computed, not looked up."""
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -63,7 +65,7 @@ class SamplingParams:
             self.seed = None
         if self.top_k == -1:
             self.top_k = 0
-        self._require_ints(("n", "top_k", "min_tokens"), optional=("seed", "max_tokens", "logprobs"))
+        self._require_ints(("n", "top_k", "min_tokens"), optional=("seed", "max_tokens", "logprobs", "prompt_logprobs"))
         self._require_floats(
             ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
         )
@@ -79,9 +81,9 @@ class SamplingParams:
         self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
         limit = math.inf if self.max_tokens is None else self.max_tokens
         self._require("min_tokens", 0 <= self.min_tokens <= limit, "0 to max_tokens")
-        self._require(
-            "logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or null"
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            self._require(name, value is None or 0 <= value <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or null")
         self._require(
             "stop",
             isinstance(self.stop, list) and all(isinstance(s, str) and s for s in self.stop),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from tiny_models import TinyLlama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM
 
 import sol
 from sol import LLM, SamplingParams, SpeculationParams
@@ -94,6 +95,28 @@ def test_seeds_come_from_the_engines_seed(model_path: str) -> None:
     assert first == tokens(0)
     assert first[0] != first[1]
     assert tokens(1) != first
+
+
+def test_logprobs_of_a_prompt(llm: LLM, model_path: str) -> None:
+    text = " ".join(f"w{5 + 7 * i % 80}" for i in range(40))
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1, ignore_eos=True, n=2)
+    results = llm.generate([text, text], params)
+    entries = results[0].prompt_logprobs
+    assert entries is not None
+    # In the second run of the same prompt, too, whose KV cache was there by then.
+    assert results[1].prompt_logprobs == entries
+    assert results[1].num_cached_tokens == 0
+    token_ids = results[0].prompt_token_ids
+    assert entries[0] is None
+    with torch.inference_mode():
+        logits = LlamaForCausalLM.from_pretrained(model_path)(torch.tensor([token_ids])).logits[0]
+    wanted = logits.log_softmax(-1)
+    for place, (token_id, entry) in enumerate(zip(token_ids[1:], entries[1:], strict=True)):
+        assert entry is not None
+        assert next(iter(entry)) == token_id
+        assert entry[token_id].logprob == pytest.approx(wanted[place, token_id].item(), abs=1e-4)
+        assert entry[token_id].rank == int((wanted[place] > wanted[place, token_id]).sum()) + 1
+        assert int(wanted[place].argmax()) in entry
 
 
 def test_logprobs(llm: LLM) -> None:

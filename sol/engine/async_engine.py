@@ -179,6 +179,8 @@ def _merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     first.new_token_ids += second.new_token_ids
     second.new_token_ids = first.new_token_ids
     second.logprobs = _joined(first.logprobs, second.logprobs)
+    if second.prompt_logprobs is None:
+        second.prompt_logprobs = first.prompt_logprobs
     second.origins = _joined(first.origins, second.origins)
     if second.speculation is None:
         second.speculation = first.speculation

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sol.engine.types import Draft, EngineRequest, SpeculationParams, SpeculationUsage
+from sol.engine.types import Draft, EngineRequest, SpeculationParams, SpeculationUsage, TokenLogprobs
 from sol.errors import ContextLengthError, RequestError
 from sol.sampling_params import SamplingParams
 
@@ -51,6 +51,18 @@ class Request:
     """Prompt tokens found when it was first given a place; None before that."""
     scheduled_time: float = 0.0
     first_token_time: float = 0.0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of its prompt's second token and those after it, as far as they have been read. They outlive a preemption."""
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def take_prompt_logprobs(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Those of the prompt's tokens from `start` + 1 on. What is there already is from before a preemption."""
+        assert start <= len(self.prompt_logprobs), "logprobs of a prompt have a gap"
+        self.prompt_logprobs += entries[len(self.prompt_logprobs) - start :]
 
     @property
     def num_tokens(self) -> int:

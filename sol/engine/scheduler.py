@@ -54,14 +54,25 @@ class _Budget:
 
     tokens: int
     prefill_tokens: int
+    prompt_rows: int
+    """Rows of logits after prompt tokens; those of the requests' last tokens are beside them."""
 
     def grant(self, request: Request) -> int:
         """How many tokens the request may compute; 0 if its turn does not come in this step."""
         count = min(request.num_uncomputed_tokens, self.tokens)
-        return min(count, self.prefill_tokens) if request.prefilling else count
+        if request.prefilling:
+            count = min(count, self.prefill_tokens)
+            if request.lacks_prompt_logprobs:
+                count = min(count, self.prompt_rows)
+        return count
 
-    def spend(self, request: Request, count: int) -> None:
+    def has_room(self, request: Request) -> bool:
+        """Whether a request that has yet to get its place could compute anything."""
+        return min(self.tokens, self.prefill_tokens, self.prompt_rows if request.lacks_prompt_logprobs else 1) > 0
+
+    def spend(self, request: Request, count: int, num_prompt_logprobs: int) -> None:
         self.tokens -= count
+        self.prompt_rows -= num_prompt_logprobs
         if request.prefilling:
             self.prefill_tokens -= count
 
@@ -161,7 +172,7 @@ class Scheduler:
             most = self._most_drafts(
                 budget.tokens,
                 num_tokens=sum(plan.num_scheduled_tokens.values()),
-                num_sampled=sum(row.sampled for row in step.rows),
+                num_sampled=sum(row.sampled + row.num_prompt_logprobs for row in step.rows),
             )
             self._speculation.extend(
                 plan, step, max_tokens=most, reserve=self._reserver(), works_ahead=self.works_ahead
@@ -174,10 +185,13 @@ class Scheduler:
         At least one prompt token is computed all the same, so that prompts always move.
         """
         total = self.config.max_num_batched_tokens
+        rows = total
+        if self.config.max_num_logits_rows is not None:
+            rows = max(1, self.config.max_num_logits_rows - self.config.max_num_seqs)
         decoding = sum(r.num_uncomputed_tokens for r in self._running if not r.prefilling)
         if not decoding:
-            return _Budget(total, total)
-        return _Budget(total, max(1, min(self.config.max_num_prefill_tokens, total - decoding)))
+            return _Budget(total, total, rows)
+        return _Budget(total, max(1, min(self.config.max_num_prefill_tokens, total - decoding)), rows)
 
     def _schedule_running(self, plan: SchedulerOutput, budget: _Budget) -> None:
         for request in self._running.copy():
@@ -248,9 +262,9 @@ class Scheduler:
         growing = sum(self._may_grow(request) for request in self._running)
         while len(self._policy) and len(self._running) < self.config.max_num_seqs:
             request = self._policy.next()
-            if not min(budget.tokens, budget.prefill_tokens) or request.num_pending_tokens:
+            if not budget.has_room(request) or request.num_pending_tokens:
                 break  # the latter was preempted and waits for the result of its last step
-            found = self._cache.find(request) if self._cache else []
+            found = self._find(request)
             needed = self._num_blocks(request.num_tokens) - len(found)
             # One block stays free for each running request that may ask for another: to admit a request only to
             # preempt it at once would cost more than to let it wait.
@@ -272,6 +286,14 @@ class Scheduler:
             )
             plan.new_requests.append(entry)
             self._advance(plan, budget, request, budget.grant(request), entry)
+
+    def _find(self, request: Request) -> list[int]:
+        """Blocks that need not be computed. Where a prompt's logprobs are wanted its KV cache alone is not enough."""
+        if self._cache is None:
+            return []
+        if request.lacks_prompt_logprobs:
+            return self._cache.find(request)[: len(request.prompt_logprobs) // self.config.block_size]
+        return self._cache.find(request)
 
     def _admit(self, request: Request, found: list[int], needed: int) -> None:
         self._policy.remove(request)
@@ -297,13 +319,25 @@ class Scheduler:
         entry: NewRequestData | CachedRequestData,
     ) -> None:
         decoding = not request.prefilling
-        budget.spend(request, count)
+        start, wanted = request.num_computed_tokens, 0
+        if request.prefilling and request.lacks_prompt_logprobs:
+            wanted = max(0, min(count, request.num_prompt_tokens - 1 - start))
+        if wanted:
+            plan.num_prompt_logprobs[request.request_id] = wanted
+        budget.spend(request, count, wanted)
         plan.num_scheduled_tokens[request.request_id] = count
         request.num_computed_tokens += count
         request.prefilling = request.num_uncomputed_tokens > 0
         request.num_pending_tokens += not request.prefilling
         self._unread[-1].rows.append(
-            PlannedRow(request, entry, sampled=not request.prefilling, decoding=decoding and not request.prefilling)
+            PlannedRow(
+                request,
+                entry,
+                sampled=not request.prefilling,
+                decoding=decoding and not request.prefilling,
+                prompt_start=start,
+                num_prompt_logprobs=wanted,
+            )
         )
         if self._cache:
             self._cache.publish(request)
@@ -380,6 +414,11 @@ class Scheduler:
             output = self._output(request, [], None, "error", error=result.errors[request.request_id])
             self._leave(request)
             return output
+        if row.num_prompt_logprobs:
+            entries = result.prompt_logprobs.get(request.request_id, [])
+            if len(entries) != row.num_prompt_logprobs:
+                raise RuntimeError(f"the runner gave {len(entries)} logprobs of the prompt of {request.request_id!r}")
+            request.take_prompt_logprobs(row.prompt_start, entries)
         sampled = result.sampled_token_ids.get(request.request_id, [])
         if not int(row.sampled) <= len(sampled) <= row.most_new_tokens:
             raise RuntimeError(f"the runner sampled {len(sampled)} tokens for {request.request_id!r} out of turn")
@@ -429,6 +468,7 @@ class Scheduler:
             request_id=request.request_id,
             new_token_ids=new_token_ids,
             logprobs=None if request.params.logprobs is None else (logprobs or [])[: len(new_token_ids)],
+            prompt_logprobs=self._prompt_logprobs(request, new_token_ids),
             finish_reason=reason,
             stop_token_id=request.stop_token() if reason == "stop" else None,
             error=error,
@@ -438,6 +478,12 @@ class Scheduler:
             origins=origins,
             speculation=self._speculation.usage(request, finished=reason is not None) if self._speculation else None,
         )
+
+    @staticmethod
+    def _prompt_logprobs(request: Request, new_token_ids: list[int]) -> list[TokenLogprobs] | None:
+        if request.params.prompt_logprobs is None or not new_token_ids:
+            return None
+        return request.prompt_logprobs if request.num_output_tokens == len(new_token_ids) else None
 
     # ── watching ─────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -49,6 +49,10 @@ class PlannedRow:
     """What was at hand for it"""
     num_drafts: int = 0
     """So much of that is verified."""
+    prompt_start: int = 0
+    """The place in the prompt of the first of its tokens …"""
+    num_prompt_logprobs: int = 0
+    """… and after how many of them logprobs are wanted of the prompt's next token"""
     writes_ahead: bool = False
     """Whoever drafts for it after the step writes into its blocks behind its tokens."""
 
@@ -155,7 +159,7 @@ class Speculation:
         shape = StepShape(
             num_tokens=sum(plan.num_scheduled_tokens.values()),
             num_requests=len(rows),
-            num_logits_rows=len(sampled),
+            num_logits_rows=len(sampled) + sum(plan.num_prompt_logprobs.values()),
             num_context_tokens=sum(row.request.num_computed_tokens for row in rows),
         )
         self._add_drafts(plan, rows, shape, max_tokens, reserve, works_ahead=works_ahead)

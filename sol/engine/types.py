@@ -54,7 +54,7 @@ class EngineRequest:
 
 @dataclass(slots=True, kw_only=True)
 class TokenLogprobs:
-    """Of one emitted token, from the model's raw logits."""
+    """Of one token of the output or the prompt, from the model's raw logits."""
 
     logprob: float
     rank: int
@@ -111,6 +111,8 @@ class RequestOutput:
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     """One entry for each new token, when asked for."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """One entry for each prompt token but the first, when asked for; comes with the first new token."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The member of `stop_token_ids` that ended the request (it is the last new token); None for an end token."""
@@ -243,6 +245,9 @@ class SchedulerOutput:
     """Drafts to verify: the tokens that a request computes after its last known one. Part of its scheduled tokens."""
     proposals: dict[str, ProposalPlan] = field(default_factory=dict)
     """Who drafts for whom at the end of the step; requests that are sampled in it, not all of them."""
+    num_prompt_logprobs: dict[str, int] = field(default_factory=dict)
+    """After so many of a request's scheduled tokens, the leading ones, the logprobs of its prompt's next token are
+    wanted."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -282,8 +287,10 @@ class StepOutput:
     """By request: accepted drafts, then the target's own token. Requests still in their prompt are absent."""
     logprobs: dict[str, list[TokenLogprobs]]
     """By request, one entry a sampled token; requests that did not ask are absent."""
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    """By request, as many entries as the plan wants."""
     errors: dict[str, str] = field(default_factory=dict)
-    """Why a request that was to be sampled could not be; it ends, its neighbours go on."""
+    """Why a request that was to be sampled, or its prompt's logprobs, could not be; it ends, its neighbours go on."""
     drafts: dict[str, Draft] = field(default_factory=dict)
     """By request, for the next step; those of whom nobody proposed anything are absent."""
     draftings: list[Drafting] = field(default_factory=list)

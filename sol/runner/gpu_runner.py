@@ -36,6 +36,7 @@ from sol.runner.model_runner import worst_case, worst_drafts
 from sol.runner.staging import Staging
 from sol.runner.verify_graphs import Size, VerifyGraphs
 from sol.sampling import batched
+from sol.sampling.prompt import prompt_logprobs
 from sol.sampling.sampler import NOT_FINITE_MESSAGE, SampledToken
 from sol.speculation.config import VerifyMethod
 from sol.speculation.verify import VerifyRow, verify
@@ -101,13 +102,19 @@ class _Step:
     """A step that was started."""
 
     def __init__(
-        self, plan: SchedulerOutput, sampled: list[_Sampled], wait: Callable[[], list[int]], draft: _Draft
+        self,
+        plan: SchedulerOutput,
+        sampled: list[_Sampled],
+        wait: Callable[[], list[int]],
+        draft: _Draft,
+        write_prompts: Callable[[StepOutput], None] | None,
     ) -> None:
         self.sampled = sampled
         self.output: StepOutput | None = None
         self.plan = plan
         self._wait = wait
         self._draft = draft
+        self._write_prompts = write_prompts
 
     def read(self) -> StepOutput:
         """Wait for the step's end, and let the rows know their tokens. Steps must be read in order."""
@@ -127,6 +134,8 @@ class _Step:
             output.sampled_token_ids[one.request_id] = token_ids
             if chosen[0].logprobs is not None:
                 output.logprobs[one.request_id] = [token.logprobs for token in chosen if token.logprobs is not None]
+        if self._write_prompts is not None:
+            self._write_prompts(output)
         self.output = output
         if self.plan.proposals:
             self._draft(self, output)
@@ -224,8 +233,11 @@ class GpuRunner:
         sampled: list[_Sampled] = []
         wanted: list[int] = []
         """Rows of the batch's tokens that are sampled after, in the order of `sampled`"""
+        in_prompts: list[int] = []
+        """Of those after which the prompt's next token is judged"""
         last = -1
         for (request_id, count), row in zip(counts.items(), rows, strict=True):
+            in_prompts += range(last + 1, last + 1 + plan.num_prompt_logprobs.get(request_id, 0))
             last += count
             if row.held.num_computed_tokens + count == row.num_planned_tokens + len(row.drafts):
                 one = _Sampled(request_id, row, len(wanted))
@@ -239,12 +251,17 @@ class GpuRunner:
             logits, token_ids = self._verify(plan, rows, size)
             places = wanted
         else:
-            logits, token_ids = self._ragged(plan, rows, sampled, wanted)
+            logits, token_ids = self._ragged(plan, rows, sampled, wanted, in_prompts)
             places = list(range(len(wanted)))
+            in_prompts = list(range(len(wanted), len(wanted) + len(in_prompts)))
         for one in sampled:
             one.place = places[one.place]
         # Copied before the next step may overwrite it, and before the host's sampler waits for anything.
-        step = _Step(plan, sampled, self._staging.read_later(token_ids), self._draft)
+        write = None
+        if in_prompts:
+            parts = [self._rows[name].held.prompt_part(name, count) for name, count in plan.num_prompt_logprobs.items()]
+            write = prompt_logprobs(logits[in_prompts], parts)
+        step = _Step(plan, sampled, self._staging.read_later(token_ids), self._draft, write)
         self._sample_by_host(step, logits)
         self._unread.append(step)
         return lambda: self._read(step)
@@ -317,9 +334,15 @@ class GpuRunner:
             self._entries.block_table[entries, columns] = blocks.int()
 
     def _ragged(
-        self, plan: SchedulerOutput, rows: list[_Row], sampled: list[_Sampled], wanted: list[int]
+        self,
+        plan: SchedulerOutput,
+        rows: list[_Row],
+        sampled: list[_Sampled],
+        wanted: list[int],
+        in_prompts: list[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One launch after the other. Logits and tokens are those after the `wanted` tokens of the batch."""
+        """One launch after the other. Logits and tokens are those after the `wanted` tokens of the batch; behind them
+        logits, and no tokens, of `in_prompts`."""
         counts = list(plan.num_scheduled_tokens.values())
         block_size = self._block_size
         ends = np.cumsum(counts)
@@ -353,7 +376,7 @@ class GpuRunner:
             np.concatenate([[0], ends]),
             seq_lens,
             entries,
-            places_in_batch,
+            np.concatenate([places_in_batch, np.array(in_prompts, dtype=np.int64)]),
             np.repeat(np.array([one.row.entry for one in sampled], dtype=np.int64), repeats),
             np.concatenate(spans)[places_in_batch] + 1,
             np.array(unknown, dtype=np.int64).reshape(-1, 2).T,
@@ -380,7 +403,7 @@ class GpuRunner:
             max_seq_len=int(seq_lens.max()),
         )
         logits = run(self._program, self._ops, batch, self._kv_cache)
-        return logits, self._graphs.sample(logits, who, how_long.int())
+        return logits, self._graphs.sample(logits[: len(wanted)], who, how_long.int())
 
     def _sample_by_host(self, step: _Step, logits: torch.Tensor) -> None:
         by_host = [

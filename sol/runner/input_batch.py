@@ -11,6 +11,7 @@ import torch
 from sol.engine.types import CachedRequestData, NewRequestData, ProposalPlan, SchedulerOutput
 from sol.ops import RaggedBatch
 from sol.sampling.processing import SamplingRow
+from sol.sampling.prompt import PromptPart
 from sol.speculation.propose import ProposalRow
 from sol.speculation.verify import VerifyRow
 
@@ -76,6 +77,11 @@ class HeldRequest:
             tenant=self.tenant,
         )
 
+    def prompt_part(self, request_id: str, count: int) -> PromptPart:
+        start = self.num_computed_tokens + 1
+        token_ids = self.prompt_token_ids[start : start + count].tolist()
+        return PromptPart(request_id, token_ids, self.row.params.prompt_logprobs or 0)
+
     def tokens(self, start: int, stop: int) -> _Ints:
         prompt = self.prompt_token_ids
         if stop <= len(prompt):
@@ -110,10 +116,12 @@ class InputBatch:
         """The step's tensors, and which requests have their last known token in it and so are to be sampled.
 
         Drafts come after that token. Each has a row of logits of its own, and all of a request's are consecutive.
+        Rows of logits after prompt tokens come behind all of those, in the order of `plan.num_prompt_logprobs`.
         """
         tokens, positions, slots, tables = [], [], [], []
         query_lens, seq_lens, sampled = [], [], []
         logits_rows: list[int] = []
+        prompt_rows: list[int] = []
         num_rows = 0
         for request_id, count in plan.num_scheduled_tokens.items():
             request = self._requests[request_id]
@@ -131,6 +139,7 @@ class InputBatch:
             tables.append(block_ids)
             query_lens.append(count)
             seq_lens.append(stop)
+            prompt_rows += range(num_rows, num_rows + plan.num_prompt_logprobs.get(request_id, 0))
             num_rows += count
             num_drafts = 0 if drafts is None else len(drafts)
             if stop - num_drafts == request.num_tokens:
@@ -146,9 +155,13 @@ class InputBatch:
             block_table=self._tensor(table),
             query_lens=query_lens,
             seq_lens=seq_lens,
-            logits_rows=self._tensor(np.array(logits_rows, dtype=np.int64)),
+            logits_rows=self._tensor(np.array(logits_rows + prompt_rows, dtype=np.int64)),
         )
         return batch, sampled
+
+    def prompt_parts(self, plan: SchedulerOutput) -> list[PromptPart]:
+        """Of the requests in `plan.num_prompt_logprobs`, whose key order is the batch's."""
+        return [self._requests[name].prompt_part(name, count) for name, count in plan.num_prompt_logprobs.items()]
 
     def sampling_rows(self, request_ids: Iterable[str]) -> list[SamplingRow]:
         return [self._requests[request_id].row for request_id in request_ids]

@@ -10,6 +10,7 @@ from sol.engine.types import NewRequestData, SchedulerOutput, StepOutput
 from sol.ops import Executor
 from sol.runner.drafters import Drafters, as_draft
 from sol.runner.input_batch import InputBatch
+from sol.sampling.prompt import prompt_logprobs
 from sol.sampling.sampler import SampledToken, sample
 from sol.sampling_params import SamplingParams
 from sol.speculation.config import VerifyMethod
@@ -48,9 +49,13 @@ class ModelRunner:
         batch, sampled = self._batch.build(plan)
         logits = self._executor.forward(batch)
         result = StepOutput(sampled_token_ids={}, logprobs={}, errors={})
-        if not sampled:
-            return result
-        for request_id, tokens in zip(sampled, self._choose(plan, logits, sampled), strict=True):
+        write = None
+        if plan.num_prompt_logprobs:
+            count = sum(plan.num_prompt_logprobs.values())
+            write = prompt_logprobs(logits[-count:], self._batch.prompt_parts(plan))
+            logits = logits[:-count]
+        chosen = self._choose(plan, logits, sampled) if sampled else []
+        for request_id, tokens in zip(sampled, chosen, strict=True):
             if tokens[0].error is not None:
                 result.errors[request_id] = tokens[0].error
                 continue
@@ -59,6 +64,8 @@ class ModelRunner:
             result.sampled_token_ids[request_id] = token_ids
             if tokens[0].logprobs is not None:
                 result.logprobs[request_id] = [token.logprobs for token in tokens if token.logprobs is not None]
+        if write is not None:
+            write(result)
         if plan.proposals and self._drafters is not None:
             self._draft(plan, result, self._drafters)
         return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -78,18 +78,25 @@ def token_logprobs(raw: torch.Tensor, token_ids: Sequence[int], counts: Sequence
 
     `counts` says how many of the likeliest tokens each wants beside its own.
     """
+    return measure_logprobs(raw, token_ids, counts)()
+
+
+def measure_logprobs(
+    raw: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]
+) -> Callable[[], list[TokenLogprobs]]:
+    """`token_logprobs`, in two parts: a device computes now, and whoever calls what is returned waits for it."""
     total = raw.logsumexp(-1, keepdim=True)
     chosen = raw.gather(-1, torch.tensor(token_ids, device=raw.device).unsqueeze(-1))
     ranks = (raw > chosen).sum(-1) + 1
     top, top_ids = raw.topk(min(max(counts), raw.shape[-1]))
-    return [
-        TokenLogprobs(logprob=logprob, rank=rank, top=list(zip(ids[:count], values[:count], strict=True)))
-        for logprob, rank, values, ids, count in zip(
-            (chosen - total).flatten().tolist(),
-            ranks.tolist(),
-            (top - total).tolist(),
-            top_ids.tolist(),
-            counts,
-            strict=True,
-        )
-    ]
+    logprobs, top_logprobs = (chosen - total).flatten(), top - total
+
+    def read() -> list[TokenLogprobs]:
+        return [
+            TokenLogprobs(logprob=logprob, rank=rank, top=list(zip(ids[:count], values[:count], strict=True)))
+            for logprob, rank, values, ids, count in zip(
+                logprobs.tolist(), ranks.tolist(), top_logprobs.tolist(), top_ids.tolist(), counts, strict=True
+            )
+        ]
+
+    return read

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from sol.server.generation import Choice, ChoiceOutput, Usage, generate, generate_whole, make_choices
-from sol.server.logprobs import chat_entries
+from sol.server.logprobs import chat_entries, prompt_entries
 from sol.server.params import chat_params
 from sol.server.parsing import parse_body
 from sol.server.prompts import check_length, encode, render_chat
@@ -73,6 +73,7 @@ class _Chat:
                 }
                 for output in outputs
             ],
+            **self._prompt_logprobs(outputs[0]),
             "usage": Usage.of(self._choices).as_dict(),
         }
 
@@ -110,6 +111,13 @@ class _Chat:
             total = Usage.of(self._choices).as_dict()
             last = event({**self._head("chat.completion.chunk"), "choices": [], "usage": total}) + DONE
         yield last
+
+    def _prompt_logprobs(self, output: ChoiceOutput) -> dict[str, Any]:
+        """vLLM's, of the one prompt that all choices have."""
+        if output.prompt_logprobs is None:
+            return {}
+        token_ids = output.choice.request.prompt_token_ids
+        return {"prompt_logprobs": prompt_entries(self._tokenizer, token_ids, output.prompt_logprobs)}
 
     def _logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:
         if output.logprobs is None:

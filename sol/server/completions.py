@@ -7,11 +7,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from sol.engine.types import TokenLogprobs
 from sol.sampling_params import SamplingParams
 from sol.server.generation import (
     Choice,
@@ -22,8 +24,8 @@ from sol.server.generation import (
     generate_whole,
     make_choices,
 )
-from sol.server.logprobs import completion_logprobs
-from sol.server.params import completion_params
+from sol.server.logprobs import completion_logprobs, echoed_logprobs, joined_logprobs, prompt_entries
+from sol.server.params import completion_params, echoes_only
 from sol.server.parsing import parse_body
 from sol.server.prompts import check_length, check_token_ids, encode
 from sol.server.protocol import CompletionBody
@@ -45,8 +47,8 @@ async def completions(request: Request) -> Response:
     check_num_choices(len(body.prompt), params)
     prompts = await _encode_prompts(model, body, params)
     choices = make_choices(state, model, prompts, params, speculation)
-    echoed = _echo(model, body, prompts) if body.echo else [""] * len(prompts)
-    completion = _Completion(state, model, choices, echoed, name)
+    echoed = _echo(model, body, prompts) if body.echo else None
+    completion = _Completion(state, model, choices, echoed, name, body)
     if body.stream:
         include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         return EventStream(state, completion.events(include_usage))
@@ -78,14 +80,24 @@ def _echo(model: ServedModel, body: CompletionBody, prompts: list[list[int]]) ->
 
 
 class _Completion:
-    """The answer to one request, whole or in chunks. `echoed` holds one text a prompt."""
+    """The answer to one request, whole or in chunks. `echoed` holds one text a prompt, where they are repeated."""
 
     def __init__(
-        self, state: ServerState, model: ServedModel, choices: Sequence[Choice], echoed: Sequence[str], name: str
+        self,
+        state: ServerState,
+        model: ServedModel,
+        choices: Sequence[Choice],
+        echoed: Sequence[str] | None,
+        name: str,
+        body: CompletionBody,
     ) -> None:
         self._state = state
         self._choices = choices
-        self._echoed = [echoed[choice.prompt_index] for choice in choices]
+        self._echoed = ["" if echoed is None else echoed[choice.prompt_index] for choice in choices]
+        self._echoes = echoed is not None
+        self._echoes_only = echoes_only(body)
+        """What is generated is left out."""
+        self._wants_prompt_logprobs = body.prompt_logprobs is not None
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._name = name
@@ -99,13 +111,14 @@ class _Completion:
                 {
                     "index": output.choice.index,
                     "text": echoed + output.text,
-                    "logprobs": self._logprobs(output),
+                    "logprobs": self._all_logprobs(output),
+                    **self._prompt_logprobs(output),
                     "finish_reason": output.finish_reason,
                     "stop_reason": output.stop_reason,
                 }
-                for echoed, output in zip(self._echoed, outputs, strict=True)
+                for echoed, output in zip(self._echoed, map(self._shown, outputs), strict=True)
             ],
-            "usage": Usage.of(self._choices).as_dict(),
+            "usage": self._usage(),
         }
 
     async def events(self, include_usage: bool) -> AsyncGenerator[str, None]:
@@ -114,22 +127,25 @@ class _Completion:
         after = "}]" + (',"usage":null' if include_usage else "") + "}\n\n"
         started = False
         async with aclosing(generate(self._state, self._choices)) as outputs:
-            async for output in outputs:
+            async for whole in outputs:
+                output = self._shown(whole)
                 parts = []
-                if not started:
-                    started = True
+                if output.prompt_logprobs is not None and self._echoes:
+                    parts = [f"{before}{output.choice.index},{self._judged_chunk(output)}{after}"]
+                elif not started and self._choices[0].request.params.prompt_logprobs is None:
                     parts = [
                         f"{before}{i},{self._echo_chunk(choice, text)}{after}"
                         for i, (choice, text) in enumerate(zip(self._choices, self._echoed, strict=True))
                         if text
                     ]
+                started = True
                 if output.text or output.logprobs or output.finish_reason is not None:
                     parts.append(f"{before}{output.choice.index},{self._chunk(output)}{after}")
                 if parts:
                     yield "".join(parts)
         last = DONE
         if include_usage:
-            last = event({**self._head(), "choices": [], "usage": Usage.of(self._choices).as_dict()}) + DONE
+            last = event({**self._head(), "choices": [], "usage": self._usage()}) + DONE
         yield last
 
     def _echo_chunk(self, choice: Choice, text: str) -> str:
@@ -137,6 +153,12 @@ class _Completion:
         if choice.segments is not None:
             segments = [Segment(text, PROMPT, len(choice.request.prompt_token_ids))]
         return f'"text":{quote(text)},"logprobs":null,"finish_reason":null,"stop_reason":null{segments_field(segments)}'
+
+    def _judged_chunk(self, output: ChoiceOutput) -> str:
+        """What `echo` repeats, with its logprobs."""
+        choice, text = output.choice, self._echoed[output.choice.index]
+        logprobs = to_json(self._echoed_logprobs(output))
+        return self._echo_chunk(choice, text).replace('"logprobs":null', f'"logprobs":{logprobs}', 1)
 
     def _chunk(self, output: ChoiceOutput) -> str:
         logprobs = to_json(self._logprobs(output)) if output.logprobs else "null"
@@ -149,7 +171,34 @@ class _Completion:
     def _logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:
         if output.logprobs is None:
             return None
-        return completion_logprobs(self._tokenizer, output.token_ids, output.token_offsets, output.logprobs)
+        shift = len(self._echoed[output.choice.index])
+        offsets = [shift + offset for offset in output.token_offsets]
+        return completion_logprobs(self._tokenizer, output.token_ids, offsets, output.logprobs)
+
+    def _echoed_logprobs(self, output: ChoiceOutput) -> dict[str, Any]:
+        text, token_ids = self._echoed[output.choice.index], output.choice.request.prompt_token_ids
+        return echoed_logprobs(self._tokenizer, text, token_ids, output.prompt_logprobs or ())
+
+    def _all_logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:
+        found = self._logprobs(output)
+        return joined_logprobs(self._echoed_logprobs(output), found) if found is not None and self._echoes else found
+
+    def _prompt_logprobs(self, output: ChoiceOutput) -> dict[str, Any]:
+        if not self._wants_prompt_logprobs:
+            return {}
+        token_ids = output.choice.request.prompt_token_ids
+        return {"prompt_logprobs": prompt_entries(self._tokenizer, token_ids, output.prompt_logprobs or ())}
+
+    def _shown(self, output: ChoiceOutput) -> ChoiceOutput:
+        if not self._echoes_only:
+            return output
+        none: list[TokenLogprobs] | None = None if output.logprobs is None else []
+        return replace(output, text="", token_ids=[], token_offsets=[], logprobs=none, segments=None, stop_reason=None,
+                       finish_reason=output.finish_reason and "length")  # fmt: skip
+
+    def _usage(self) -> dict[str, object]:
+        usage = Usage.of(self._choices)
+        return (replace(usage, completion_tokens=0) if self._echoes_only else usage).as_dict()
 
     def _head(self) -> dict[str, Any]:
         return {

@@ -70,6 +70,8 @@ class ChoiceOutput:
     """Where each token's text begins, in characters from the beginning of the choice's text."""
     logprobs: list[TokenLogprobs] | None
     """One for each of `token_ids`, when asked for."""
+    prompt_logprobs: list[TokenLogprobs] | None
+    """One for each token of the prompt but the first, when asked for; comes with the first tokens."""
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     """vLLM's: the stop string or the stop token id that ended the choice."""
@@ -199,6 +201,7 @@ def _join(parts: Sequence[ChoiceOutput]) -> ChoiceOutput:
         token_ids=[token_id for part in parts for token_id in part.token_ids],
         token_offsets=[offset for part in parts for offset in part.token_offsets],
         logprobs=None if last.logprobs is None else [entry for part in parts for entry in part.logprobs or ()],
+        prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
     )
@@ -271,6 +274,7 @@ def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutp
         token_ids=output.new_token_ids[: delta.num_tokens],
         token_offsets=delta.token_offsets,
         logprobs=None if output.logprobs is None else output.logprobs[: delta.num_tokens],
+        prompt_logprobs=output.prompt_logprobs,
         finish_reason=reason,
         stop_reason=stop_reason,
         segments=segments,

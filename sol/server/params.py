@@ -15,13 +15,14 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 _PLAIN_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "n", "stop_token_ids", "seed", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
+    "repetition_penalty", "prompt_logprobs", "ignore_eos", "min_tokens", "skip_special_tokens",
+    "include_stop_str_in_output",
 )  # fmt: skip
 
 
 def chat_params(body: ChatBody) -> SamplingParams:
     """Raises `RequestError`."""
-    _check_stream_options(body)
+    _check_stream(body)
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise RequestError(
             f"max_tokens ({body.max_tokens}) is the old name of max_completion_tokens "
@@ -46,17 +47,23 @@ def chat_params(body: ChatBody) -> SamplingParams:
 
 def completion_params(body: CompletionBody) -> SamplingParams:
     """Raises `RequestError`."""
-    _check_stream_options(body)
+    _check_stream(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError(
             f"best_of is not supported unless it equals n: it is {body.best_of}, n is {body.n or 1}", param="best_of"
         )
-    if body.echo and body.logprobs is not None:
-        raise RequestError(
-            "echo with logprobs is not supported: Sol does not compute logprobs of the prompt", param="echo"
-        )
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    return _params(body, max_tokens=max_tokens, max_tokens_name="max_tokens", logprobs=body.logprobs)
+    if echoes_only(body):
+        max_tokens = 1
+    params = _params(body, max_tokens=max_tokens, max_tokens_name="max_tokens", logprobs=body.logprobs)
+    if body.echo and params.logprobs is not None:
+        params.prompt_logprobs = max(params.logprobs, params.prompt_logprobs or 0)
+    return params
+
+
+def echoes_only(body: CompletionBody) -> bool:
+    """OpenAI's way to have a text judged: the prompt with its logprobs, and nothing after it."""
+    return bool(body.echo) and body.max_tokens == 0
 
 
 def _params(
@@ -74,6 +81,12 @@ def _params(
         raise
 
 
-def _check_stream_options(body: GenerationBody) -> None:
+def _check_stream(body: GenerationBody) -> None:
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs come with whole responses: leave stream out (completions stream them with echo and "
+            "logprobs)",
+            param="prompt_logprobs",
+        )
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")

@@ -116,6 +116,7 @@ class GenerationBody(Body):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationOptions | None = None
@@ -192,7 +193,7 @@ says how tools may be called, and there are none."""
 # fmt: off
 _UNSUPPORTED = (
     "tools", "functions", "audio", "prediction", "reasoning", "reasoning_effort", "verbosity", "web_search_options",
-    "moderation", "prompt_logprobs", "allowed_token_ids", "bad_words", "logits_processors", "truncate_prompt_tokens",
+    "moderation", "allowed_token_ids", "bad_words", "logits_processors", "truncate_prompt_tokens",
     "use_beam_search", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
     "guided_whitespace_pattern", "structured_outputs", "structural_tag", "chat_template", "documents",
     "continue_final_message", "mm_processor_kwargs", "return_tokens_as_token_ids", "return_token_ids", "echo",

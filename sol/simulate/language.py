@@ -67,6 +67,11 @@ def check_params(params: SamplingParams) -> None:
         )
     if params.logit_bias:
         raise RequestError("logit_bias is not simulated; remove it", param="logit_bias")
+    if params.prompt_logprobs is not None:
+        raise RequestError(
+            "logprobs of the prompt are not simulated; remove prompt_logprobs, or echo or logprobs",
+            param="prompt_logprobs",
+        )
 
 
 def answer(

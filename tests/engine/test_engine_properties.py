@@ -28,6 +28,7 @@ class Arrive:
     eos: bool
     stop_token_ids: list[int]
     logprobs: int | None
+    prompt_logprobs: int | None = None
     breaks_after: int | None = None
     """Output tokens behind which its logits are not finite"""
 
@@ -73,6 +74,7 @@ def arrivals(draw: st.DrawFn) -> Arrive:
         eos=draw(st.booleans()),
         stop_token_ids=draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=8)),
         logprobs=draw(st.sampled_from([None, None, 0, 2])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
         breaks_after=draw(st.sampled_from([None, None, None, None, 0, 1, 3, 7])),
     )
 
@@ -96,6 +98,8 @@ class Client:
     counted: dict[str, int] = field(default_factory=dict)
     drafted: dict[str, int] = field(default_factory=dict)
     """Tokens of each request that a drafter made"""
+    judged: set[str] = field(default_factory=set)
+    """Requests whose prompts' logprobs came"""
 
     def __post_init__(self) -> None:
         self.runner = TokenRunner(self.config)
@@ -121,6 +125,7 @@ class Client:
                 min_tokens=arrive.min_tokens,
                 stop_token_ids=arrive.stop_token_ids,
                 logprobs=arrive.logprobs,
+                prompt_logprobs=arrive.prompt_logprobs,
             )
             request.speculation = SpeculationParams(include_origins=True)
             self.requests[request.request_id] = request
@@ -146,6 +151,11 @@ class Client:
             if item.logprobs is not None:
                 assert [p.top[0][0] for p in item.logprobs if p.top] in ([], item.new_token_ids)
                 assert len(item.logprobs) == len(item.new_token_ids)
+            if item.prompt_logprobs is not None:
+                prompt = self.requests[item.request_id].prompt_token_ids
+                assert item.new_token_ids == self.tokens[item.request_id], "not with the first tokens"
+                assert [-8 * p.logprob for p in item.prompt_logprobs] == prompt[1:]
+                self.judged.add(item.request_id)
             if item.origins is not None:
                 assert len(item.origins) == len(item.new_token_ids)
                 drafted = sum(origin != TARGET for origin in item.origins)
@@ -170,6 +180,7 @@ class Client:
         assert self.last.keys() == self.requests.keys()
         for name, request in self.requests.items():
             last, tokens = self.last[name], self.tokens[name]
+            assert (name in self.judged) == (request.params.prompt_logprobs is not None and bool(tokens))
             if not 0 < len(request.prompt_token_ids) < self.config.max_model_len:
                 assert (last.finish_reason, tokens) == ("abort" if last.error is None else "error", [])
                 continue

@@ -108,9 +108,16 @@ class TokenRunner:
         sampled: dict[str, list[int]] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
         errors: dict[str, str] = {}
+        prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         for name, count in plan.num_scheduled_tokens.items():
             row = self.rows[name]
             drafts = plan.draft_token_ids.get(name, [])
+            if judged := plan.num_prompt_logprobs.get(name, 0):
+                top = row.data.params.prompt_logprobs
+                assert top is not None and judged <= count
+                assert row.num_computed + judged < row.data.num_prompt_tokens, "the last prompt token is sampled after"
+                rest = row.tokens[row.num_computed + 1 :][:judged]
+                prompt_logprobs[name] = [logprobs_of(token, top) for token in rest]
             row.num_computed += count
             self.num_computed_tokens += count
             read = self._read(row, drafts)
@@ -138,7 +145,9 @@ class TokenRunner:
             wanted = row.data.params.logprobs
             if wanted is not None:
                 logprobs[name] = [logprobs_of(token, wanted) for token in sampled[name]]
-        result = StepOutput(sampled_token_ids=sampled, logprobs=logprobs, errors=errors)
+        result = StepOutput(
+            sampled_token_ids=sampled, logprobs=logprobs, errors=errors, prompt_logprobs=prompt_logprobs
+        )
         for name, wish in plan.proposals.items():
             if name in errors:
                 continue
@@ -179,9 +188,11 @@ class TokenRunner:
         assert all(count > 0 for count in counts.values())
         assert sum(counts.values()) <= self.config.max_num_batched_tokens
         num_drafts = sum(map(len, plan.draft_token_ids.values()))
-        if num_drafts and self.config.max_num_logits_rows is not None:
+        num_judged = sum(plan.num_prompt_logprobs.values())
+        limit = self.config.max_num_logits_rows
+        if limit is not None and (num_drafts or (num_judged and limit > self.config.max_num_seqs)):
             rows = [n for n in counts if self.rows[n].num_computed + counts[n] >= len(self.rows[n].tokens)]
-            assert len(rows) + num_drafts <= self.config.max_num_logits_rows
+            assert len(rows) + num_drafts + num_judged <= limit
         if num_drafts and self.config.num_invariant_tokens is not None:
             most, without = self.config.num_invariant_tokens, sum(counts.values()) - num_drafts
             assert without > most or without + num_drafts <= most

@@ -127,6 +127,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_tokens": 4, "stop_token_ids": list(range(0, 90, 3))},
     {"temperature": 1.0, "stop_token_ids": list(range(0, 90, 5))},
     {"temperature": 1.0, "logit_bias": {7: 4.0}},
+    {"temperature": 1.0, "prompt_logprobs": 3},
 ]
 
 
@@ -209,6 +210,10 @@ def test_tokens_are_those_of_the_runner_that_waits(program: Program, seed: int, 
         if request.params.logprobs is not None:
             values = [p.logprob for o in got for p in o.logprobs or []]
             assert values == pytest.approx([p.logprob for o in wanted for p in o.logprobs or []], abs=1e-4)
+        if request.params.prompt_logprobs is not None:
+            (values,) = [[p.logprob for p in o.prompt_logprobs] for o in got if o.prompt_logprobs is not None]
+            (others,) = [[p.logprob for p in o.prompt_logprobs] for o in wanted if o.prompt_logprobs is not None]
+            assert values == pytest.approx(others, abs=1e-4)
 
 
 def test_a_row_that_is_not_a_number_fails_alone(program: Program) -> None:

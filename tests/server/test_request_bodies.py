@@ -64,7 +64,7 @@ def completion(**fields: Any) -> CompletionBody:
         ({"guided_json": {"type": "object"}}, "guided_json", "not supported"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"echo": True}, "echo", "not supported"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
+        ({"prompt_logprobs": True}, "prompt_logprobs", "must be an integer"),
         ({"logprobs": 3}, "logprobs", "must be true or false"),
         ({"top_logprobs": True}, "top_logprobs", "must be an integer"),
     ],

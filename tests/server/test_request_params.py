@@ -67,9 +67,25 @@ def test_logprobs_of_a_completion() -> None:
     with pytest.raises(RequestError) as error:
         completion(logprobs=21)
     assert error.value.param == "logprobs"
+
+
+def test_logprobs_of_the_prompt() -> None:
+    assert completion(logprobs=2, echo=True).prompt_logprobs == 2
+    assert completion(logprobs=2, echo=True, prompt_logprobs=5).prompt_logprobs == 5
+    assert completion(logprobs=2).prompt_logprobs is None
+    assert completion(echo=True).prompt_logprobs is None
+    assert chat(prompt_logprobs=3).prompt_logprobs == 3
+    for fields in ({"prompt_logprobs": 21}, {"prompt_logprobs": 1, "stream": True}):
+        with pytest.raises(RequestError) as error:
+            chat(**fields)
+        assert error.value.param == "prompt_logprobs"
+
+
+def test_no_tokens_beside_an_echo() -> None:
+    assert completion(max_tokens=0, echo=True).max_tokens == 1
     with pytest.raises(RequestError) as error:
-        completion(logprobs=1, echo=True)
-    assert error.value.param == "echo"
+        completion(max_tokens=0)
+    assert error.value.param == "max_tokens"
 
 
 def test_best_of_must_be_n() -> None:

@@ -104,6 +104,70 @@ def test_legacy_logprobs(client: openai.OpenAI) -> None:
     assert streamed["text_offset"] == shape.text_offset
 
 
+def test_a_text_is_judged(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    """What lm-evaluation-harness sends, and what it reads."""
+    token_ids = tokenizer.encode(PROMPT)
+    options: dict[str, Any] = {**GREEDY, "echo": True, "logprobs": 1}
+    plain = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=2, logprobs=1).choices[0]
+    assert plain.logprobs is not None
+    for prompt in (token_ids, PROMPT):
+        choice = client.completions.create(**options, prompt=prompt, max_tokens=2).choices[0]
+        shape = choice.logprobs
+        assert shape is not None
+        assert shape.tokens is not None
+        assert shape.text_offset is not None
+        assert shape.token_logprobs is not None
+        assert shape.top_logprobs is not None
+        assert choice.text == PROMPT + plain.text
+        assert "".join(shape.tokens) == choice.text
+        assert all(choice.text[o:].startswith(t) for o, t in zip(shape.text_offset, shape.tokens, strict=True))
+        assert shape.token_logprobs[0] is None
+        assert shape.top_logprobs[0] is None
+        assert shape.token_logprobs[5:] == plain.logprobs.token_logprobs
+        assert len(shape.token_logprobs) == len(token_ids) + 2
+        for logprob, top in zip(shape.token_logprobs[1:], shape.top_logprobs[1:], strict=True):
+            assert logprob <= max(top.values())
+        with client.completions.create(**options, prompt=prompt, max_tokens=2, stream=True) as stream:
+            chunks = [chunk.choices[0] for chunk in stream]
+        assert "".join(chunk.text for chunk in chunks) == choice.text
+        streamed = [chunk.logprobs.model_dump() for chunk in chunks if chunk.logprobs is not None]
+        for key, values in shape.model_dump().items():
+            assert sum((part[key] for part in streamed), []) == values
+
+
+def test_nothing_but_the_prompt(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {**GREEDY, "echo": True, "logprobs": 0, "max_tokens": 0, "prompt": [PROMPT, "Two"]}
+    answer = client.completions.create(**options)
+    assert [choice.text for choice in answer.choices] == [PROMPT, "Two"]
+    assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
+    assert answer.choices[0].logprobs is not None
+    assert len(answer.choices[0].logprobs.token_logprobs or ()) == 5
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+    with client.completions.create(**options, stream=True) as stream:
+        texts = ["", ""]
+        for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [PROMPT, "Two"]
+
+
+def test_prompt_logprobs_in_vllms_form(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    extra = {"prompt_logprobs": 1}
+    answer = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=1, extra_body=extra).choices[0]
+    entries = answer.model_dump()["prompt_logprobs"]
+    token_ids = tokenizer.encode(PROMPT)
+    assert entries[0] is None
+    for token_id, entry in zip(token_ids[1:], entries[1:], strict=True):
+        said = entry[str(token_id)]
+        assert said["decoded_token"] == tokenizer.decode([token_id])
+        assert said["rank"] >= 1
+        assert {other["rank"] for other in entry.values()} >= {1}
+    messages: list[Any] = [{"role": "user", "content": "Hello"}]
+    reply = client.chat.completions.create(**GREEDY, messages=messages, max_tokens=1, extra_body=extra)
+    assert reply.usage is not None
+    assert len(reply.model_dump()["prompt_logprobs"]) == reply.usage.prompt_tokens
+
+
 def test_the_sampled_token_is_among_the_alternatives(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="smollm2", prompt=PROMPT, max_tokens=6, temperature=2, seed=1, logprobs=1, extra_body={"ignore_eos": True}

@@ -91,7 +91,6 @@ def test_the_last_token_of_the_context_can_be_used(client: openai.OpenAI) -> Non
         ({"prompt": ["a", ""]}, "prompt[1]"),
         ({"prompt": ["a"] * 1000, "n": 2}, "prompt"),
         ({"best_of": 3}, "best_of"),
-        ({"logprobs": 1, "echo": True}, "echo"),
         ({"logprobs": 100}, "logprobs"),
         ({"suffix": "x"}, "suffix"),
     ],
