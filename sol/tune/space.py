@@ -58,8 +58,7 @@ class Parameter:
 
 
 class Space:
-    """The configurations of `parameters`, from which `refuses` takes what makes no sense, for instance fewer tokens in a
-    step than requests."""
+    """All combinations of values. A `Runner` refuses those that make no sense."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         names = [parameter.name for parameter in parameters]

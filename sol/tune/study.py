@@ -1,9 +1,9 @@
 """The memory of a search: every trial in a file, and who proposes the next one.
 
-Proposals come from Optuna's TPE (Bergstra et al. 2011, "Algorithms for Hyper-Parameter Optimization"; multivariate as in
-Falkner et al. 2018, BOHB), short loads are ended by its asynchronous successive halving (Li et al. 2020, "A System for
-Massively Parallel Hyperparameter Tuning"). TPE draws from densities and knows no finite space: where it proposes what
-is known already, the search looks at the neighbours of the best instead.
+Proposals come from Optuna's TPE (Bergstra et al. 2011, "Algorithms for Hyper-Parameter Optimization"; multivariate as
+in Falkner et al. 2018, BOHB), every second one from the neighbours of the best. Short loads are ended by Optuna's
+asynchronous successive halving (Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning"). TPE draws
+from densities and knows no finite space: where it proposes what is known already, a neighbour takes its place, too.
 """
 
 from __future__ import annotations

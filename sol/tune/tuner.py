@@ -226,9 +226,7 @@ class _Tuner:
             self._study.remember("divergences", self._divergences)
         kl = self._divergences[key]
         if kl is None:
-            return None, (
-                f"{_named(lossy)} changes answers and nothing here can measure how much: --allow-lossy takes it as it is"
-            )
+            return None, f"{_named(lossy)} changes answers and nothing here can measure how much (see --allow-lossy)"
         if kl > self._goal.kl_bound:
             return kl, f"{_named(lossy)} has a KL divergence of {kl:.3g} nats a token, above {self._goal.kl_bound:g}"
         return kl, None
