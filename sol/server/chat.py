@@ -20,6 +20,7 @@ from sol.server.protocol import ChatBody
 from sol.server.segments import segments_field
 from sol.server.speculation import speculation_params
 from sol.server.state import ServedModel, ServerState
+from sol.server.stream_usage import StreamUsage
 from sol.server.streaming import DONE, EventStream, event, quote, run_until_disconnect, to_json
 from sol.version import __version__
 
@@ -43,8 +44,7 @@ async def chat_completions(request: Request) -> Response:
     choices = make_choices(state, model, [token_ids], params, speculation)
     chat = _Chat(state, model, choices, name)
     if body.stream:
-        include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return EventStream(state, chat.events(include_usage))
+        return EventStream(state, chat.events(StreamUsage(body.stream_options)))
     return JSONResponse(await run_until_disconnect(state, request.receive, chat.complete()))
 
 
@@ -77,20 +77,21 @@ class _Chat:
             "usage": Usage.of(self._choices).as_dict(),
         }
 
-    async def events(self, include_usage: bool) -> AsyncGenerator[str, None]:
+    async def events(self, usages: StreamUsage) -> AsyncGenerator[str, None]:
         head = event(self._head("chat.completion.chunk")).rstrip()[:-1]
         before = f'{head},"choices":[{{"index":'
-        after = "}]" + (',"usage":null' if include_usage else "") + "}\n\n"
         started = False
         async with aclosing(generate(self._state, self._choices)) as outputs:
             async for output in outputs:
                 index, usage = output.choice.index, output.choice.speculation
+                num_prompt = len(output.choice.request.prompt_token_ids)
+                after = usages.close(num_prompt, output.choice.num_tokens)
                 parts = []
                 if not started:
                     started = True
                     role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
                     role += segments_field(None if output.segments is None else [])
-                    parts += [f"{before}{choice.index},{role}{after}" for choice in self._choices]
+                    parts += [f"{before}{choice.index},{role}{usages.close(num_prompt, 0)}" for choice in self._choices]
                 segments = output.segments
                 if output.text or output.logprobs:
                     logprobs = to_json(self._logprobs(output)) if output.logprobs else "null"
@@ -107,7 +108,7 @@ class _Chat:
                 if parts:
                     yield "".join(parts)
         last = DONE
-        if include_usage:
+        if usages.at_end:
             total = Usage.of(self._choices).as_dict()
             last = event({**self._head("chat.completion.chunk"), "choices": [], "usage": total}) + DONE
         yield last

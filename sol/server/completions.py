@@ -32,6 +32,7 @@ from sol.server.protocol import CompletionBody
 from sol.server.segments import PROMPT, Segment, segments_field
 from sol.server.speculation import speculation_params
 from sol.server.state import ServedModel, ServerState
+from sol.server.stream_usage import StreamUsage
 from sol.server.streaming import DONE, EventStream, event, quote, run_until_disconnect, to_json
 from sol.version import __version__
 
@@ -50,8 +51,7 @@ async def completions(request: Request) -> Response:
     echoed = _echo(model, body, prompts) if body.echo else None
     completion = _Completion(state, model, choices, echoed, name, body)
     if body.stream:
-        include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return EventStream(state, completion.events(include_usage))
+        return EventStream(state, completion.events(StreamUsage(body.stream_options)))
     return JSONResponse(await run_until_disconnect(state, request.receive, completion.complete()))
 
 
@@ -121,32 +121,37 @@ class _Completion:
             "usage": self._usage(),
         }
 
-    async def events(self, include_usage: bool) -> AsyncGenerator[str, None]:
+    async def events(self, usages: StreamUsage) -> AsyncGenerator[str, None]:
         head = event(self._head()).rstrip()[:-1]
         before = f'{head},"choices":[{{"index":'
-        after = "}]" + (',"usage":null' if include_usage else "") + "}\n\n"
         started = False
         async with aclosing(generate(self._state, self._choices)) as outputs:
             async for whole in outputs:
                 output = self._shown(whole)
                 parts = []
                 if output.prompt_logprobs is not None and self._echoes:
-                    parts = [f"{before}{output.choice.index},{self._judged_chunk(output)}{after}"]
+                    judged = self._judged_chunk(output)
+                    parts = [f"{before}{output.choice.index},{judged}{self._close(usages, output.choice, begun=False)}"]
                 elif not started and self._choices[0].request.params.prompt_logprobs is None:
                     parts = [
-                        f"{before}{i},{self._echo_chunk(choice, text)}{after}"
+                        f"{before}{i},{self._echo_chunk(choice, text)}{self._close(usages, choice, begun=False)}"
                         for i, (choice, text) in enumerate(zip(self._choices, self._echoed, strict=True))
                         if text
                     ]
                 started = True
                 if output.text or output.logprobs or output.finish_reason is not None:
+                    after = self._close(usages, output.choice, begun=not self._echoes_only)
                     parts.append(f"{before}{output.choice.index},{self._chunk(output)}{after}")
                 if parts:
                     yield "".join(parts)
         last = DONE
-        if include_usage:
+        if usages.at_end:
             last = event({**self._head(), "choices": [], "usage": self._usage()}) + DONE
         yield last
+
+    def _close(self, usages: StreamUsage, choice: Choice, *, begun: bool) -> str:
+        """The end of a chunk's event; `begun` is whether it counts what the choice has generated."""
+        return usages.close(len(choice.request.prompt_token_ids), choice.num_tokens if begun else 0)
 
     def _echo_chunk(self, choice: Choice, text: str) -> str:
         segments = None

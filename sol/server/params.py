@@ -90,3 +90,9 @@ def _check_stream(body: GenerationBody) -> None:
         )
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise RequestError(
+            "continuous_usage_stats needs include_usage: true in stream_options",
+            param="stream_options.continuous_usage_stats",
+        )

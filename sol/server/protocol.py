@@ -83,7 +83,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
     include_speculation: bool | None = None
     include_obfuscation: Annotated[bool | None, PlainValidator(_off)] = None
-    continuous_usage_stats: Annotated[bool | None, PlainValidator(_off)] = None
+    continuous_usage_stats: bool | None = None
 
 
 class SpeculationOptions(BaseModel):

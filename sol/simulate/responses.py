@@ -10,6 +10,7 @@ from typing import Any
 
 from sol.engine.types import TARGET, DraftCounts, SpeculationUsage, TokenLogprobs
 from sol.server.speculation import usage_fields
+from sol.server.stream_usage import StreamUsage
 from sol.simulate import vocabulary
 from sol.simulate.engine import SimulatedRequest
 from sol.simulate.language import Answer
@@ -43,7 +44,7 @@ class Schema:
         model: str,
         response_id: str,
         echoed: Sequence[str],
-        include_usage: bool,
+        usages: StreamUsage,
         with_segments: bool,
     ) -> None:
         self._with_segments = with_segments
@@ -59,7 +60,7 @@ class Schema:
         chunk = {**self._head, "object": "chat.completion.chunk"} if chat else self._head
         self._chunk_head = chunk
         self._before = f'data: {to_json(chunk)[:-1]},"choices":[{{"index":'
-        self._after = "}]" + (',"usage":null' if include_usage else "") + "}\n\n"
+        self._usages = usages
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any] | None) -> bytes:
         return to_json({**self._head, "choices": [self._choice(choice) for choice in choices], "usage": usage}).encode()
@@ -68,18 +69,23 @@ class Schema:
         """The chunks before the first token: chat's roles, or what completions echo."""
         if self._chat:
             role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-            return [f"{self._before}{choice.index},{role}{self._after}".encode() for choice in choices]
+            return [f"{self._before}{choice.index},{role}{self._opened(choice)}".encode() for choice in choices]
         rest = '"logprobs":null,"finish_reason":null,"stop_reason":null'
         return [
-            f'{self._before}{choice.index},"text":{json.dumps(text)},{rest}{self._after}'.encode()
+            f'{self._before}{choice.index},"text":{json.dumps(text)},{rest}{self._opened(choice)}'.encode()
             for choice, text in zip(choices, self._echoed, strict=True)
             if text
         ]
+
+    def _opened(self, choice: Choice) -> str:
+        """The end of the event of a choice that has no token yet."""
+        return self._usages.close(choice.request.prompt_tokens, 0)
 
     def chunks(self, choice: Choice, num_tokens: int, num_accepted: int) -> list[bytes]:
         """The next `num_tokens` tokens of a choice, drafted ones first; the answer's last one closes it."""
         answer = choice.answer
         begin, end = choice.num_sent, choice.num_sent + num_tokens
+        after = self._usages.close(choice.request.prompt_tokens, end)
         text = answer.text[choice.chars_sent : answer.ends[end - 1]]
         finished = end == len(answer.token_ids)
         logprobs = "null"
@@ -91,20 +97,18 @@ class Schema:
             if text or answer.logprobs is not None or extra:
                 chunks.append(
                     f'{self._before}{choice.index},"delta":{{"content":{json.dumps(text)}}},"logprobs":{logprobs},'
-                    f'"finish_reason":null{extra}{self._after}'
+                    f'"finish_reason":null{extra}{after}'
                 )
             if finished:
                 chunks.append(
                     f'{self._before}{choice.index},"delta":{{}},"logprobs":null,"finish_reason":'
-                    f'"{answer.finish_reason}","stop_reason":{to_json(answer.stop_reason)}{self._after}'
+                    f'"{answer.finish_reason}","stop_reason":{to_json(answer.stop_reason)}{after}'
                 )
         else:
             reasons = f'"finish_reason":null,"stop_reason":null{extra}'
             if finished:
                 reasons = f'"finish_reason":"{answer.finish_reason}","stop_reason":{to_json(answer.stop_reason)}{extra}'
-            chunks = [
-                f'{self._before}{choice.index},"text":{json.dumps(text)},"logprobs":{logprobs},{reasons}{self._after}'
-            ]
+            chunks = [f'{self._before}{choice.index},"text":{json.dumps(text)},"logprobs":{logprobs},{reasons}{after}']
         choice.num_sent, choice.chars_sent = end, answer.ends[end - 1]
         return [chunk.encode() for chunk in chunks]
 

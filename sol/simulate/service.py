@@ -32,6 +32,7 @@ from sol.server.params import chat_params, completion_params
 from sol.server.parsing import parse
 from sol.server.protocol import ChatBody, CompletionBody
 from sol.server.speculation import speculation_params, wants_segments
+from sol.server.stream_usage import StreamUsage
 from sol.simulate import vocabulary
 from sol.simulate.blocks import block_hashes
 from sol.simulate.config import SimulateConfig
@@ -247,16 +248,15 @@ class Service:
                         "requests",
                         param="n",
                     )
-        options = body.stream_options
-        include_usage = options is not None and bool(options.include_usage)
+        usages = StreamUsage(body.stream_options)
         chat = isinstance(body, ChatBody)
         schema = Schema(
             chat=chat, model=name, response_id=("chatcmpl-" if chat else "cmpl-") + response_id,
-            echoed=[echoed[choice.prompt_index] for choice in choices], include_usage=include_usage,
+            echoed=[echoed[choice.prompt_index] for choice in choices], usages=usages,
             with_segments=wants_segments(body),
         )  # fmt: skip
         return Generation(
-            exchange, choices, schema, stream=bool(body.stream), include_usage=include_usage,
+            exchange, choices, schema, stream=bool(body.stream), include_usage=usages.at_end,
             speculates=bool(drafters), faults=met, on_end=self._ended,
         )  # fmt: skip
 

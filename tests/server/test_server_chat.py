@@ -68,6 +68,28 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
+def test_each_chunk_says_how_many_tokens_there_are_so_far_if_asked(client: openai.OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked: dict[str, Any] = {**GREEDY, "temperature": 1.0, "seed": 3, "n": 2, "max_tokens": 5, "stream": True}
+    with client.chat.completions.create(**asked, extra_body={"stream_options": options}) as stream:
+        *chunks, last = list(stream)
+    counts: dict[int, list[int]] = {0: [], 1: []}
+    for chunk in chunks:
+        assert chunk.usage is not None
+        assert last.usage is not None
+        assert chunk.usage.prompt_tokens == last.usage.prompt_tokens
+        assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
+        counts[chunk.choices[0].index].append(chunk.usage.completion_tokens)
+    for of_choice in counts.values():
+        assert of_choice[0] == 0  # the role
+        assert of_choice == sorted(of_choice)
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == sum(of_choice[-1] for of_choice in counts.values()) == 10
+    with pytest.raises(openai.BadRequestError, match="continuous_usage_stats needs include_usage"):
+        client.chat.completions.create(**asked, extra_body={"stream_options": {"continuous_usage_stats": True}})
+
+
 def test_a_stream_without_usage_has_none(server: Server) -> None:
     text = server.post("/v1/chat/completions", messages=MESSAGES, max_tokens=2, stream=True).text
     assert "usage" not in text
