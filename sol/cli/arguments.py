@@ -70,46 +70,77 @@ def add_model_argument(parser: argparse.ArgumentParser, *, positional: bool = Tr
         parser.add_argument("--model", dest="model_flag", metavar="MODEL", help=text)
 
 
-def chosen_model(args: argparse.Namespace) -> str:
-    """The model that was named, or the default. Raises `ConfigError` if two different ones were."""
+def chosen_model(args: argparse.Namespace, otherwise: str | None = None) -> str:
+    """The model that was named, or `otherwise`, or the default. Raises `ConfigError` if two different ones were
+    named."""
     positional: str | None = getattr(args, "model", None)
     flag: str | None = args.model_flag
     if positional is not None and flag is not None and positional != flag:
         raise ConfigError(f"model was given twice: {positional!r} and --model {flag!r}; give one", param="model")
     chosen = flag if positional is None else positional
+    if chosen is None:
+        chosen = otherwise
     return EngineConfig().model if chosen is None else chosen
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, *, only: Collection[str] = ()) -> None:
-    """A flag for every field of `EngineConfig`, or for those in `only`."""
+def add_engine_arguments(parser: argparse.ArgumentParser, *, only: Collection[str] = (), absent: bool = False) -> None:
+    """A flag for every field of `EngineConfig`, or for those in `only`. `absent`: flags that are not given are not in
+    the result either, so that a file's values show through."""
     group = parser.add_argument_group("engine")
     for option in flag_options():
         if option.name not in _NOT_FLAGS and (not only or option.name in only):
-            _add_flag(group, option)
+            _add_flag(group, option, absent)
 
 
-def _add_flag(group: argparse._ArgumentGroup, option: FlagOption) -> None:
+def _add_flag(group: argparse._ArgumentGroup, option: FlagOption, absent: bool) -> None:
+    default = argparse.SUPPRESS if absent else option.default
     text = option.help.replace("%", "%%")
     if option.default is not None:
         text += f" (default: {option.default})"
     if option.type is bool:
-        group.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=option.default, help=text)
+        group.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=default, help=text)
         return
     name = "JSON" if option.type is dict else option.name.rpartition("_")[2].upper()
     group.add_argument(
         option.flag,
         type=_READERS.get(option.type, option.type),
-        default=option.default,
+        default=default,
         choices=option.choices or None,
         metavar=None if option.choices else name,
         help=text,
     )
 
 
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Raises `ConfigError` for values that cannot work."""
+def engine_config(args: argparse.Namespace, file: Mapping[str, Any] | None = None) -> EngineConfig:
+    """Flags stand above the options of a `file`. Raises `ConfigError` for values that cannot work."""
     given = {option.name: getattr(args, option.name) for option in flag_options() if hasattr(args, option.name)}
-    return EngineConfig(**{**given, "model": chosen_model(args)})
+    given["model"] = chosen_model(args, (file or {}).get("model"))
+    return EngineConfig(**{**engine_options(file or {}), **given})
+
+
+def engine_options(file: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options of a file that are the engine's, their values as the flags would have them: `8k` is a number
+    there, too. Raises `ConfigError` for values of another type."""
+    options: dict[str, Any] = {}
+    for option in flag_options():
+        if option.name in _NOT_FLAGS - {"model"} or option.name not in file:
+            continue
+        value = file[option.name]
+        if value is False and "off" in option.choices:
+            value = "off"  # YAML 1.1 has that word for false
+        elif option.type is int and isinstance(value, str):
+            try:
+                value = whole_number(value)
+            except argparse.ArgumentTypeError as error:
+                raise ConfigError(f"{option.name}: {error}", param=option.name) from None
+        wanted = (int, float) if option.type is float else option.type
+        fits = isinstance(value, wanted) and (option.type is bool or not isinstance(value, bool))
+        if not fits and not (value is None and option.default is None):
+            kind = {int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping"}
+            allowed = f"one of {', '.join(option.choices)}" if option.choices else kind.get(option.type, "a string")
+            raise ConfigError(f"{option.name} must be {allowed}, not {value!r:.80}", param=option.name)
+        options[option.name] = value
+    return options
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:

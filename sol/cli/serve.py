@@ -7,9 +7,12 @@ import json
 import logging
 import shlex
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sol.cli.arguments import add_engine_arguments, add_model_argument, engine_config
+from sol.config import flag_options
+from sol.errors import ConfigError
 
 if TYPE_CHECKING:
     from sol.server.app import ServerReady
@@ -17,24 +20,35 @@ if TYPE_CHECKING:
 
 _PROMPT = "Name the capital of France."
 
+_SERVER_OPTIONS = {
+    "host": "host", "port": "port", "served_model_name": "served_model_names", "api_key": "api_keys",
+}  # fmt: skip
+"""Options that are the server's and not the engine's, and the fields of `ServerConfig` that they are."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
+    # Flags that are not given are left out, so that a file's values show through.
+    absent: Any = argparse.SUPPRESS
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE",
+        help="YAML, or JSON (.json), with options by the names of the flags, which stand above it; sol tune writes one",
+    )  # fmt: skip
     group = parser.add_argument_group("server")
     group.add_argument(
-        "--host", default="127.0.0.1",
+        "--host", default=absent,
         help="address to listen on; 0.0.0.0 opens the server to the network (default: 127.0.0.1, this machine only)",
     )  # fmt: skip
-    group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    group.add_argument("--port", type=int, default=absent, help="0 takes a free one (default: 8000)")
     group.add_argument(
-        "--served-model-name", nargs="+", action="extend", default=[], metavar="NAME",
+        "--served-model-name", nargs="+", action="extend", default=absent, metavar="NAME",
         help="what clients call the model; several may be given, and the first appears in responses (default: MODEL)",
     )  # fmt: skip
     group.add_argument(
-        "--api-key", nargs="+", action="extend", default=[], metavar="KEY",
+        "--api-key", nargs="+", action="extend", default=absent, metavar="KEY",
         help="ask clients for this key; several may be given (default: ask for none)",
     )  # fmt: skip
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, absent=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,16 +76,36 @@ def run(args: argparse.Namespace) -> int:
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
-    """Raises `ConfigError` for values that cannot work."""
+    """Flags, and below them the options of `--config`. Raises `ConfigError` for values that cannot work."""
+    from sol.option_files import read_options
     from sol.server.config import ServerConfig
 
-    return ServerConfig(
-        engine=engine_config(args),
-        host=args.host,
-        port=args.port,
-        served_model_names=tuple(args.served_model_name),
-        api_keys=tuple(args.api_key),
-    )
+    file = {} if args.config is None else read_options(args.config)
+    engine = {option.name for option in flag_options()} - {"skip_tokenizer_init"}
+    for name in file:
+        if name not in engine | _SERVER_OPTIONS.keys():
+            raise ConfigError(f"{args.config} has an option {name!r:.80} that sol serve does not have: remove it, or "
+                              "correct its name", param=name[:80])  # fmt: skip
+    given = {name: vars(args).get(name, file.get(name)) for name in _SERVER_OPTIONS}
+    server = {}
+    for name, value in given.items():
+        if value is not None:
+            server[_SERVER_OPTIONS[name]] = _server_value(name, value)
+    return ServerConfig(engine=engine_config(args, file), **server)
+
+
+def _server_value(name: str, value: Any) -> Any:
+    """As `ServerConfig` takes it. Raises `ConfigError`."""
+    if name in ("host", "port"):
+        kind, allowed = (str, "an address") if name == "host" else (int, "a whole number")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ConfigError(f"{name} must be {allowed}, not {value!r:.80}", param=name)
+        return value
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        shown = "what was given" if name == "api_key" else f"{value!r:.80}"
+        raise ConfigError(f"{name} must be a string or a list of strings, not {shown}", param=name)
+    return tuple(words)
 
 
 def _body(model: str) -> dict[str, object]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from sol.errors import ConfigError
+from sol.option_files import read_file, read_options
 from sol.simulate.faults import Fault, parse_fault
 from sol.simulate.laws import DEFAULT_PROFILE, PROFILES, EngineLaws, TextLaws
 
@@ -66,7 +65,7 @@ def simulate_config(
 
     Raises `ConfigError`.
     """
-    options = {**(_read(file) if file is not None else {}), **given}
+    options = {**(read_options(file) if file is not None else {}), **given}
     for name in options:
         if name not in FILE_KEYS:
             raise ConfigError(f"unknown option {name!r:.80}: remove it, or correct its name", param=str(name)[:80])
@@ -89,42 +88,7 @@ def simulate_config(
 
 def read_faults(path: Path) -> list[Any]:
     """The list of faults in a YAML or JSON file, each as it stands there. Raises `ConfigError`."""
-    data = _read_file(path)
+    data = read_file(path)
     if not isinstance(data, list):
         raise ConfigError(f"{path} must hold a list of faults, like [{{kind: stall, seconds: 1}}]", param="faults")
     return data
-
-
-def _read_file(path: Path) -> Any:
-    """What a YAML or JSON file holds: JSON if its name ends in .json. Raises `ConfigError`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", param="config") from None
-    if path.suffix == ".json":
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}", param="config") from None
-    import yaml  # only who writes YAML needs it
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Takes 4e-8 for a number, as YAML 1.2 and everybody who writes it do; PyYAML's 1.1 has it a string."""
-
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), list("-+0123456789")
-    )
-    try:
-        return yaml.load(text, Loader)  # noqa: S506  (it is a SafeLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}", param="config") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    data = _read_file(path)
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold options and their values, like port: 8000", param="config")
-    # The words of flags are welcome, too.
-    return {str(key).replace("-", "_"): value for key, value in data.items()}

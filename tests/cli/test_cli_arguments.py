@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +21,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 
 def test_every_engine_option_but_skip_tokenizer_init_is_a_flag() -> None:
-    args = parse("serve")
+    args = parse("chat")
     missing = {option.name for option in flag_options() if not hasattr(args, option.name)}
     assert missing == {"skip_tokenizer_init"}
 
@@ -106,6 +108,66 @@ def test_server_flags() -> None:
     assert config.served_model_names == ("a", "b")
     assert config.api_keys == ("k1", "k2")
     assert server_config(parse("serve")).host == "127.0.0.1", "the network is opened only on request"
+
+
+def test_a_file_has_the_same_options_and_flags_stand_above_it(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "model: org/name\nmax-num-seqs: 7\nmax_num_batched_tokens: 1k\nenable_prefix_caching: false\nspeculation: off\n"
+        "gpu_memory_utilization: 1e-1\nport: 9000\nserved_model_name: [a, b]\napi_key: k1\nquantization: null\n"
+    )
+    expected = EngineConfig(
+        model="org/name", max_num_seqs=7, max_num_batched_tokens=1000, enable_prefix_caching=False, speculation="off",
+        gpu_memory_utilization=0.1,
+    )  # fmt: skip
+    config = server_config(parse("serve", "--config", str(file)))
+    assert config.engine == expected
+    assert (config.host, config.port, config.served_model_names) == ("127.0.0.1", 9000, ("a", "b"))
+    assert config.api_keys == ("k1",)
+    words = ["--config", str(file), "c/d", "--port", "1", "--enable-prefix-caching", "--speculation", "auto"]
+    above = server_config(parse("serve", *words, "--max-num-seqs", "9", "--api-key", "k2"))
+    assert above.engine == dataclasses.replace(
+        expected, model="c/d", enable_prefix_caching=True, max_num_seqs=9, speculation="auto"
+    )
+    assert (above.port, above.api_keys) == (1, ("k2",))
+
+
+def test_a_file_of_json_and_an_empty_one(tmp_path: Path) -> None:
+    options = {"model": "org/name", "speculative_config": {"method": "ngram"}, "seed": 3}
+    file = tmp_path / "serve.json"
+    file.write_text(json.dumps(options))
+    assert server_config(parse("serve", "--config", str(file))).engine == EngineConfig(**options)
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("# nothing yet\n")
+    assert server_config(parse("serve", "--config", str(empty))) == server_config(parse("serve"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_seqs: 3", "has an option 'max_seqs' that sol serve does not have"),
+        ("skip_tokenizer_init: true", "has an option 'skip_tokenizer_init' that sol serve does not have"),
+        ("max_num_seqs: many", "max_num_seqs: 'many' is not a whole number"),
+        ("max_num_seqs: 1.5", "max_num_seqs must be a whole number, not 1.5"),
+        ("max_num_seqs: true", "max_num_seqs must be a whole number, not True"),
+        ("enable_prefix_caching: sometimes", "enable_prefix_caching must be true or false, not 'sometimes'"),
+        ("quantization: [int8]", "quantization must be one of awq"),
+        ("speculation: true", "speculation must be one of auto, off, not True"),
+        ("speculative_config: ngram", "speculative_config must be a mapping, not 'ngram'"),
+        ("model: 7", "model must be a string, not 7"),
+        ("port: '80'", "port must be a whole number, not '80'"),
+        ("served_model_name: [1]", "served_model_name must be a string or a list of strings, not [1]"),
+        ("api_key: {secret: 1}", "api_key must be a string or a list of strings, not what was given"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", "has max_num_seqs twice"),
+        ("- port", "must hold options and their values"),
+        ("port: [", "is not YAML"),
+    ],
+)
+def test_what_a_file_cannot_say(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    assert main(["serve", "--config", str(file)]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_sampling_flags() -> None:
