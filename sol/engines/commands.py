@@ -101,7 +101,7 @@ def command_from_text(text: str, *, port: int | None = None, host: str | None = 
         program = found[0] if found else None
         return ServerCommand(
             argv=_runnable(argv, program),
-            url=_url(address, chosen),
+            url=listening_url(address, chosen),
             engine=program.engine if program else None,
             ready_path=program.ready_path if program else "/v1/models",
             env=env,
@@ -135,7 +135,7 @@ def command_from_text(text: str, *, port: int | None = None, host: str | None = 
         argv += [program.port_flags[0], str(chosen)]
     return ServerCommand(
         argv=_runnable(argv, program),
-        url=_url(address, chosen),
+        url=listening_url(address, chosen),
         engine=program.engine,
         ready_path=program.ready_path,
         env=env,
@@ -172,7 +172,8 @@ def _runnable(argv: Sequence[str], program: Program | None) -> tuple[str, ...]:
     return tuple(argv)
 
 
-def _url(host: str, port: int) -> str:
+def listening_url(host: str, port: int) -> str:
+    """How this machine reaches a server that listens there, without a slash at the end."""
     if host in ("0.0.0.0", "::"):  # noqa: S104  (compared, not bound)
         host = "localhost"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
