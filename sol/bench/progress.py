@@ -19,16 +19,21 @@ _FIRST_LINE_SECONDS: Final = 1.0
 
 
 async def show_progress(load: Load, tally: Tally, out: TextIO = sys.stderr) -> None:
-    """Until cancelled."""
+    """Of a load, until cancelled."""
+    total = load.num_conversations if isinstance(load, ClosedLoop) else len(load.arrivals)
+    await show_round(load.name, tally, total, out)
+
+
+async def show_round(name: str, tally: Tally, total: int | None = None, out: TextIO = sys.stderr) -> None:
+    """Of anything that has a name, until cancelled; `total` requests, if that is known."""
     terminal = out.isatty()
     begin = time.monotonic()
-    total = load.num_conversations if isinstance(load, ClosedLoop) else len(load.arrivals)
     width, pause = 0, _TERMINAL_SECONDS if terminal else _FIRST_LINE_SECONDS
     try:
         while True:
             await asyncio.sleep(pause)
             pause = _TERMINAL_SECONDS if terminal else _LOG_SECONDS
-            line = describe(load.name, tally, total, time.monotonic() - begin)
+            line = describe(name, tally, total, time.monotonic() - begin)
             out.write(f"\r{line:<{width}}" if terminal else f"{line}\n")
             out.flush()
             width = len(line)

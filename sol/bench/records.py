@@ -71,6 +71,8 @@ class RequestRecord:
     """What the endpoint or the system said of the error."""
     text: str | None = None
     """The output, where it is kept."""
+    token_ids: list[int] | None = None
+    """The output's, where the text is kept and the endpoint sends them."""
 
     @property
     def ok(self) -> bool:

@@ -57,15 +57,15 @@ def to_html(measured: Sequence[Measured], document: Mapping[str, Any]) -> str:
         "when a request was due; intervals are of 95%; a dash means too few samples.</p>",
     ]
     if len(measured) > 1:
-        body.append(_table(overview_rows(measured)))
+        body.append(table(overview_rows(measured)))
         if best(measured) is not None:
             body.append(f'<p class="soft">* {_best_means(measured)}</p>')
         body.append(f'<div class="plots">{_overview_plots(measured)}</div>')
     for one in measured:
         body.append(f"<h2>{escape(one.load.name)}</h2>")
         body += [f'<p class="warn">{escape(text)}</p>' for text in warnings(one)]
-        body.append(_table(latency_rows(one)))
-        body.append(_pairs(facts(one)))
+        body.append(table(latency_rows(one)))
+        body.append(pairs(facts(one)))
         body.append(f'<div class="plots">{_plots(one)}</div>')
     settings = {
         name: document[name]
@@ -75,6 +75,11 @@ def to_html(measured: Sequence[Measured], document: Mapping[str, Any]) -> str:
         "<h2>How it was measured</h2><details><summary>Endpoint, data, options, machine of the client, versions"
         f"</summary><pre>{escape(json.dumps(settings, indent=2, ensure_ascii=False))}</pre></details>"
     )
+    return page(title, body)
+
+
+def page(title: str, body: Sequence[str]) -> str:
+    """A whole document with the style of all reports; `body` is HTML."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width"><title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n'
@@ -176,13 +181,15 @@ def _best_means(measured: Sequence[Measured]) -> str:
     return "the greatest goodput of those that do not miss the SLO"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Of texts; the first row is the head. Nothing for a head alone."""
     head, *rest = rows
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     lines = ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rest]
     return f"<table><tr>{cells}</tr>{''.join(lines)}</table>" if rest else ""
 
 
-def _pairs(rows: Sequence[tuple[str, str]]) -> str:
+def pairs(rows: Sequence[tuple[str, str]]) -> str:
+    """A table of names and texts."""
     lines = [f'<tr><th>{escape(name)}</th><td class="wrap">{escape(text)}</td></tr>' for name, text in rows]
     return f"<table>{''.join(lines)}</table>"

@@ -65,8 +65,8 @@ def to_json(
         },
         "stages": [_stage(one, keep_timelines=keep_timelines, keep_text=keep_text) for one in measured],
     }
-    plain: dict[str, Any] = _plain(document)
-    return plain
+    found: dict[str, Any] = plain(document)
+    return found
 
 
 def to_csv(measured: Sequence[Measured]) -> str:
@@ -148,12 +148,12 @@ def _cell(value: Any) -> Any:
     return f"{value:.6f}" if isinstance(value, float) else value
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """What JSON can hold: infinities are null, times have a precision that clocks have."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, (float, np.floating)):
         number = float(value)
         return float(f"{number:.9g}") if math.isfinite(number) else None

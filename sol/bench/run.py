@@ -287,7 +287,7 @@ class _Run:
             if several:
                 history += [*turn.messages(), {"role": "assistant", "content": record.text or ""}]
                 if not self._keep_text:
-                    record.text = None
+                    record.text = record.token_ids = None
         return due
 
     async def _until(self, moment: float, *, precise: bool) -> None:

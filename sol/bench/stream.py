@@ -83,6 +83,7 @@ class ResponseSink:
         record.streamed = stream
         self._buffer = b""
         self._texts: list[str] = []
+        self._token_ids: list[int] = []
         self._said_done = False
         self._usage_tokens = 0
         """Completion tokens of the last usage in a chunk, to tell what each added."""
@@ -140,6 +141,7 @@ class ResponseSink:
     def _finish(self, now: float) -> None:
         if self._keep_text:
             self._record.text = "".join(self._texts)
+            self._record.token_ids = self._token_ids or None
         if not self._done.done():
             self._record.end = now - self._origin
             self._done.set_result(None)
@@ -179,6 +181,8 @@ class ResponseSink:
                     record.first_content = now
                 if self._keep_text:
                     self._texts.append(text)
+            if self._keep_text and choice.token_ids:
+                self._token_ids += choice.token_ids
             if choice.speculation is not None:
                 for segment in choice.speculation.segments or ():
                     if segment.origin != "prompt":
@@ -227,6 +231,7 @@ class ResponseSink:
         text = choice.text if choice.text is not None else (choice.message and choice.message.content) or ""
         if self._keep_text:
             self._texts.append(text)
+            self._token_ids += choice.token_ids or ()
         self._arrival(now, self._record.completion_tokens or 0, len(text))
 
 

@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="an OpenAI-compatible server: its root or its /v1")
     _add_endpoint(parser.add_argument_group("endpoint"))
     _add_load(parser.add_argument_group("load"))
-    _add_data(parser.add_argument_group("data"))
+    add_data_arguments(parser.add_argument_group("data"))
     _add_report(parser.add_argument_group("report"))
 
 
@@ -92,14 +93,15 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
-def _add_data(group: argparse._ArgumentGroup) -> None:
+def add_data_arguments(group: argparse._ArgumentGroup) -> None:
+    """What is asked, for every command that sends a load: the fields of `BenchOptions` that choose the data."""
     group.add_argument(
         "--dataset", metavar="NAME|FILE",
         help="builtin (English and Chinese prompts), synthetic, or a file: ShareGPT's JSON, or JSON lines of "
         '{"prompt"}, {"messages"} or {"turns"} (default: builtin, or synthetic where lengths are given)',
     )  # fmt: skip
-    group.add_argument("--tasks", type=_words, metavar="NAME[,…]", help="of builtin: chat, code, extraction, summary")
-    group.add_argument("--languages", type=_words, metavar="NAME[,…]", help="of builtin: en, zh")
+    group.add_argument("--tasks", type=words, metavar="NAME[,…]", help="of builtin: chat, code, extraction, summary")
+    group.add_argument("--languages", type=words, metavar="NAME[,…]", help="of builtin: en, zh")
     group.add_argument(
         "--input-tokens", metavar="LENGTH",
         help="of synthetic: 128, uniform:64:256, normal:512:128 (mean, deviation) or lognormal:512:0.5 (median, sigma) "
@@ -135,7 +137,7 @@ def _add_report(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--scrape-interval", type=float, default=1.0, metavar="SECONDS", help="default: 1")
     group.add_argument("--output", metavar="PREFIX", help="of the files (default: sol-bench- and the time)")
     group.add_argument(
-        "--format", type=_words, default=list(_FORMATS), metavar="NAME[,…]", help="json, html, csv (default: all)"
+        "--format", type=words, default=list(_FORMATS), metavar="NAME[,…]", help="json, html, csv (default: all)"
     )
     group.add_argument("--save-text", action="store_true", help="put the answers into the JSON file")
     group.add_argument("--save-timelines", action="store_true", help="put when each token came into the JSON file")
@@ -153,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     options = BenchOptions(**given)
     options.check_data()
     options.settings(gpus=False)
-    files = _output_files(args)
+    files = writable_files(args, _FORMATS, "sol-bench")
     endpoint = _endpoint(args, options)
 
     import uvloop
@@ -211,20 +213,7 @@ async def _measure(endpoint: Endpoint, options: BenchOptions, *, quiet: bool) ->
 def _endpoint(args: argparse.Namespace, options: BenchOptions) -> Endpoint:
     from sol.bench.endpoint import Endpoint
 
-    headers = {}
-    for text in args.header:
-        name, colon, value = text.partition(":")
-        if not colon or not name.strip():
-            raise ConfigError(f"--header must be NAME:VALUE, not {text!r}", param="header")
-        headers[name.strip()] = value.strip()
-    body: dict[str, Any] = {}
-    if args.temperature != "default":
-        try:
-            body["temperature"] = float(args.temperature)
-        except ValueError:
-            raise ConfigError(
-                f'--temperature must be a number or "default", not {args.temperature!r}', param="temperature"
-            ) from None
+    body = parse_temperature(args.temperature)
     if options.ignores_eos:
         body["ignore_eos"] = True
     return Endpoint(
@@ -233,10 +222,31 @@ def _endpoint(args: argparse.Namespace, options: BenchOptions) -> Endpoint:
         route=args.route,
         stream=args.stream,
         api_key=args.api_key or os.environ.get("OPENAI_API_KEY") or None,
-        headers=headers,
+        headers=parse_headers(args.header),
         body={**body, **args.extra_body},
         counting=None if args.count_tokens == "auto" else args.count_tokens,
     )
+
+
+def parse_headers(texts: Sequence[str]) -> dict[str, str]:
+    """`--header`, given again and again."""
+    headers = {}
+    for text in texts:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip():
+            raise ConfigError(f"--header must be NAME:VALUE, not {text!r}", param="header")
+        headers[name.strip()] = value.strip()
+    return headers
+
+
+def parse_temperature(text: str) -> dict[str, Any]:
+    """`--temperature`, as fields of a request."""
+    if text == "default":
+        return {}
+    try:
+        return {"temperature": float(text)}
+    except ValueError:
+        raise ConfigError(f'--temperature must be a number or "default", not {text!r}', param="temperature") from None
 
 
 def _allow_connections(options: BenchOptions) -> None:
@@ -252,15 +262,17 @@ def _allow_connections(options: BenchOptions) -> None:
         )
 
 
-def _output_files(args: argparse.Namespace) -> dict[str, Path]:
-    """By format. Raises `ConfigError` where nothing can be written: now, and not after an hour."""
-    unknown = [name for name in args.format if name not in _FORMATS]
+def writable_files(args: argparse.Namespace, formats: Sequence[str], name: str) -> dict[str, Path]:
+    """Where `--format` and `--output` want the report, by format; `name` begins the files' names by default. Raises
+    `ConfigError` where nothing can be written: now, and not after an hour."""
+    unknown = [one for one in args.format if one not in formats]
     if unknown or not args.format:
-        raise ConfigError(f"--format must be some of {', '.join(_FORMATS)}, not {', '.join(unknown)}", param="format")
-    if "json" not in args.format and (args.save_text or args.save_timelines):
-        raise ConfigError("--save-text and --save-timelines have no effect without --format json", param="format")
-    prefix = args.output or f"sol-bench-{time.strftime('%Y%m%d-%H%M%S')}"
-    files = {name: Path(f"{prefix}.{name}") for name in args.format}
+        raise ConfigError(f"--format must be some of {', '.join(formats)}, not {', '.join(unknown)}", param="format")
+    for flag in ("save_text", "save_timelines"):
+        if "json" not in args.format and getattr(args, flag, False):
+            raise ConfigError(f"--{flag.replace('_', '-')} has no effect without --format json", param="format")
+    prefix = args.output or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    files = {one: Path(f"{prefix}.{one}") for one in args.format}
     for path in files.values():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -311,15 +323,16 @@ def _print(measured: list[Measured], console: Console, endpoint: Endpoint) -> No
     console.print(f"{endpoint.model} at {endpoint.url}\n", style="bold")
     for one in measured:
         section(console, one.load.name, facts(one))
-        _print_table(console, latency_rows(one, interval=False))
+        print_table(console, latency_rows(one, interval=False))
         for text in warnings(one):
             console.print(f"Note: {text}", style="yellow")
     if len(measured) > 1:
         console.print("\nAll loads (* the best)", style="bold")
-        _print_table(console, overview_rows(measured))
+        print_table(console, overview_rows(measured))
 
 
-def _print_table(console: Console, rows: list[list[str]]) -> None:
+def print_table(console: Console, rows: list[list[str]]) -> None:
+    """The first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         first, *rest = (cell.ljust(width) if i == 0 else cell.rjust(width)
@@ -349,5 +362,6 @@ def _numbers(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"{text!r} is no number, and no list of them with commas") from None
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """A flag's value with commas."""
     return [part.strip() for part in text.split(",") if part.strip()]

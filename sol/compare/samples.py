@@ -108,7 +108,7 @@ class Sampler(Protocol):
     """Where blocks come from: two endpoints, or two servers on a virtual clock."""
 
     async def block(self, number: int) -> Block | None:
-        """The block with this number, from 0, with prompts of its own; None if it was stopped before it was complete."""
+        """The block with this number, from 0, with prompts of its own; None if it was stopped half-way."""
         ...
 
 

@@ -119,7 +119,7 @@ def sign_test(first: int, second: int) -> float:
     n, smaller = first + second, min(first, second)
     if n == 0:
         return 1.0
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(smaller + 1)) / 2**n)
+    return min(1.0, float(2 * sum(math.comb(n, k) for k in range(smaller + 1)) / 2**n))
 
 
 def more_often(first: int, of_first: int, second: int, of_second: int) -> float:

@@ -88,7 +88,8 @@ class Effect:
     high: float | None = None
     bootstrap_low: float | None = None
     bootstrap_high: float | None = None
-    p_signed_rank: float | None = None
+    p_rank: float | None = None
+    """Wilcoxon's signed-rank test of the blocks; Mann and Whitney's where prompts are not paired."""
     deviation: float | None = None
     """Standard deviation of the blocks' log ratios."""
     detectable: float | None = None
@@ -104,8 +105,8 @@ class Effect:
             and self.low is not None
             and self.high is not None
             and not self.low <= 1 <= self.high
-            and self.p_signed_rank is not None
-            and self.p_signed_rank <= ALPHA
+            and self.p_rank is not None
+            and self.p_rank <= ALPHA
         )
 
     @property
@@ -164,6 +165,8 @@ class Comparison:
     effects: Mapping[Metric, Effect]
     """Of metrics that there are: an endpoint that does not stream has no TTFT."""
     failures: Failures
+    paired: bool = True
+    """Whether both sides were asked the same."""
 
     @property
     def primary(self) -> Effect:
@@ -207,7 +210,7 @@ def effect_of(blocks: Sequence[Block], metric: Metric) -> Effect:
         high=None if interval is None else _exp(interval[1]),
         bootstrap_low=None if resampled is None else _exp(resampled[0]),
         bootstrap_high=None if resampled is None else _exp(resampled[1]),
-        p_signed_rank=signed_rank(values),
+        p_rank=signed_rank(values),
         deviation=deviation,
         detectable=None if deviation is None else detectable_effect(deviation, n),
         a=a,

@@ -167,7 +167,7 @@ def test_a_trace_is_replayed(url: str, tmp_path: Path) -> None:
         (["--num-prefixes", "2"], "--num-prefixes"),
         (["--slo", "fast"], "slo must be like"),
         (["--format", "pdf"], "--format must be some of json, html, csv, not pdf"),
-        (["--format", "csv", "--save-text"], "have no effect without --format json"),
+        (["--format", "csv", "--save-text"], "--save-text has no effect without --format json"),
         (["--output", "/proc/nothing/run"], "cannot be written"),
         (["--header", "nonsense"], "--header must be NAME:VALUE"),
         (["--temperature", "warm"], '--temperature must be a number or "default"'),

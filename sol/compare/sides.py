@@ -1,0 +1,87 @@
+"""What A and B may be: an address, a command that starts a server, or a file of recorded results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sol.engines.commands import ServerCommand, command_from_text
+from sol.errors import ConfigError, EngineStartError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideText:
+    """One side as it was written."""
+
+    text: str
+    kind: Literal["url", "command", "file"]
+
+
+def parse_side(text: str, name: str) -> SideText:
+    """Raises `ConfigError` for what is nothing of the three."""
+    text = text.strip()
+    if text.startswith(("http://", "https://")):
+        return SideText(text=text, kind="url")
+    if Path(text).is_file():
+        return SideText(text=text, kind="file")
+    if text and " " not in text:
+        raise ConfigError(
+            f"{name} is {text!r}: no address (http://…), no file that there is, and no command of several words",
+            param=name,
+        )
+    command_from_text(text)  # what cannot be started is said before anything is
+    return SideText(text=text, kind="command")
+
+
+def check_kinds(a: SideText, b: SideText) -> None:
+    """Raise `ConfigError` if one is recorded and the other is not."""
+    if (a.kind == "file") != (b.kind == "file"):
+        raise ConfigError(
+            "one side is a recorded run and the other a server: record the server with sol bench first, or give two "
+            "servers",
+            param="b",
+        )
+
+
+@contextlib.asynccontextmanager
+async def started(
+    sides: Sequence[SideText], *, log_prefix: Path | None, start_timeout: float, say: Callable[[str], None]
+) -> AsyncIterator[list[str]]:
+    """The addresses of one side or two; those that are commands run until the end.
+
+    Both are up at the same time, and only one of them ever has load. Raises `EngineStartError`; whatever had started
+    is stopped then, too.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        urls: list[str] = []
+        commands: list[ServerCommand] = []
+        for name, side in zip("AB", sides, strict=False):
+            if side.kind == "url":
+                urls.append(side.text)
+                continue
+            command = command_from_text(side.text)
+            log = None if log_prefix is None else Path(f"{log_prefix}-{name.lower()}.log")
+            say(f"starting {name}: {command.text}")
+            service = command.service(log=log, name=name, start_timeout=start_timeout)
+            try:
+                await stack.enter_async_context(service)
+            except EngineStartError as error:
+                raise _explained(error, commands) from None
+            commands.append(command)
+            urls.append(command.url)
+            say(f"{name} is ready at {command.url}")
+        yield urls
+
+
+def _explained(error: EngineStartError, running: Sequence[ServerCommand]) -> EngineStartError:
+    """With what is likely where another server holds memory already."""
+    if not running:
+        return error
+    problem = (
+        f"{error.problem}. A ({running[0].text}) was running beside it: if memory was short, give both less (sol and "
+        "vllm: --gpu-memory-utilization), or record each with sol bench and compare the files"
+    )
+    return EngineStartError(error.name, error.command, error.returncode, error.tail, problem)
