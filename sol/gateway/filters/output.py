@@ -1,0 +1,361 @@
+"""Answers before clients see them: whole ones, and server-sent events on their way.
+
+A rule that rejects ends the choice it found something in: what came before stays, and its `finish_reason` becomes
+`content_filter`, as it is on the services that clients know. Other choices go on, and usage is passed on as the engine
+counted it. Chunks in which nothing changes pass as the bytes they came in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import msgspec
+
+from sol.gateway.filters.fields import Channel, choice_fields
+from sol.gateway.filters.rules import Failed, Hit, RuleSet
+from sol.gateway.filters.window import Window, apply, redactions
+
+Report = Callable[[Hit, str], None]
+"""Told of what is found, and in which field."""
+
+_decode: Final = msgspec.json.Decoder().decode
+_encode: Final = msgspec.json.Encoder().encode
+_EVENT_END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
+CONTENT_FILTER: Final = "content_filter"
+MAX_EVENT_BYTES: Final = 8 * 2**20
+"""Of one server-sent event; what has no end must not fill the memory."""
+
+
+class OutputRules:
+    """The rules for one answer. `holding` can change it; `watching` only look, so nothing waits for them."""
+
+    def __init__(
+        self,
+        holding: tuple[RuleSet, frozenset[int]] | None,
+        watching: tuple[RuleSet, frozenset[int]] | None,
+        report: Report,
+        failed: Failed,
+    ) -> None:
+        self.holding = holding
+        self.watching = watching
+        self.report = report
+        self.failed = failed
+
+    def unreadable(self, what: str) -> None:
+        """Called for what cannot be looked at. Raises `FilterFailedError` if a rule must see everything."""
+        for rules in (self.holding, self.watching):
+            for number in rules[1] if rules else ():
+                self.failed(rules[0].rules[number], ValueError(what))  # type: ignore[index]
+
+
+class AnswerFilter:
+    """A `sol.gateway.call.OutputFilter` for an answer that is not a stream."""
+
+    def __init__(self, rules: OutputRules) -> None:
+        self._rules = rules
+
+    def feed(self, data: bytes) -> bytes:
+        """The body, whole. Raises `FilterFailedError`."""
+        if not data.strip():
+            return data
+        try:
+            body = _decode(data)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            self._rules.unreadable("the answer is not JSON")
+            return data
+        choices = body.get("choices") if isinstance(body, dict) else None
+        if not isinstance(choices, list):
+            return data
+        changed = False
+        for place, choice in enumerate(choices):
+            if isinstance(choice, dict):
+                changed |= self._choice(choice, f"choices[{choice.get('index', place)}]")
+        return _json(body) if changed else data
+
+    def finish(self) -> bytes:
+        return b""
+
+    def _choice(self, choice: dict[str, Any], where: str) -> bool:
+        changed = ended = False
+        for channel, container, key in list(choice_fields(choice)):
+            text = container[key]
+            if ended:  # what a stream would not have sent any more
+                container[key] = ""
+                continue
+            place = f"{where}.{_name(channel)}"
+            if self._rules.watching:
+                rules, numbers = self._rules.watching
+                for hit in rules.find(text, self._rules.failed, numbers):
+                    self._rules.report(hit, place)
+            if not self._rules.holding:
+                continue
+            rules, numbers = self._rules.holding
+            hits = rules.find(text, self._rules.failed, numbers)
+            for index, hit in enumerate(hits):
+                if hit.rule.config.action == "reject":
+                    hits = hits[: index + 1]
+                    ended = True
+                    break
+            for hit in hits:
+                self._rules.report(hit, place)
+            if hits:
+                end = hits[-1].start if ended else len(text)
+                edits = [edit for edit in redactions(hits) if edit.start < end or not ended]
+                covered = max((edit.end for edit in edits), default=0)
+                container[key] = apply(text[: max(end, covered)], edits)
+                changed = True
+        if ended:
+            choice["finish_reason"] = CONTENT_FILTER
+            message = choice.get("message")
+            if isinstance(message, dict) and isinstance(message.get("tool_calls"), list):
+                # Half of the arguments is no call that anybody should make.
+                message["tool_calls"] = [
+                    call for call in message["tool_calls"] if not _cut_short(call)
+                ] or None  # fmt: skip
+        return changed
+
+
+def _cut_short(call: Any) -> bool:
+    try:
+        _decode(call["function"]["arguments"].encode())
+    except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
+        return True
+    return False
+
+
+class _Choice:
+    """The windows of one choice of a stream."""
+
+    __slots__ = ("ended", "holding", "kind", "last", "watching")
+
+    def __init__(self) -> None:
+        self.holding: dict[Channel, Window] = {}
+        self.watching: dict[Channel, Window] = {}
+        self.last: Channel | None = None
+        self.ended = False
+
+
+class StreamFilter:
+    """The same for a stream of server-sent events. `feed` takes any pieces of it, `finish` says that it has ended."""
+
+    def __init__(self, rules: OutputRules) -> None:
+        self._rules = rules
+        self._rest = b""
+        self._choices: dict[int, _Choice] = {}
+        self._envelope: dict[str, Any] = {}
+        """Of the last chunk: id, object, model …, for chunks made here."""
+        self._chat = True
+
+    def feed(self, data: bytes) -> bytes:
+        """Raises `FilterFailedError` where a rule failed that must see everything."""
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        if data.endswith(b"\n\n") and data.count(b"\n\n") == 1 and b"\r" not in data:
+            return self._event(data)  # what relays hand over nearly always
+        out = []
+        start = 0
+        for end in _EVENT_END.finditer(data):
+            if end.group() == b"\r\r" and end.end() == len(data):
+                break  # it may go on with a line feed
+            out.append(self._event(data[start : end.end()]))
+            start = end.end()
+        self._rest = data[start:]
+        if len(self._rest) > MAX_EVENT_BYTES:
+            self._rules.unreadable(f"an event of the answer has more than {MAX_EVENT_BYTES} bytes")
+            out.append(self._rest)
+            self._rest = b""
+        return b"".join(out)
+
+    def finish(self) -> bytes:
+        """What was held back, once nothing more comes: also of a stream that broke off."""
+        rest, self._rest = self._rest, b""
+        return (self._event(rest) if rest else b"") + self._flush()
+
+    def _event(self, event: bytes) -> bytes:
+        data = _data(event)
+        if data is None:
+            return event
+        if data == b"[DONE]":
+            return self._flush() + event
+        try:
+            chunk = _decode(data)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            self._rules.unreadable("a chunk of the answer is not JSON")
+            return event
+        if not isinstance(chunk, dict):
+            return event
+        choices = chunk.get("choices")
+        if not isinstance(choices, list):
+            return self._flush() + event if "error" in chunk else event
+        if not choices:
+            return event
+        before: list[bytes] = []
+        kept = []
+        changed = False
+        self._envelope = chunk
+        for choice in choices:
+            if not isinstance(choice, dict):
+                kept.append(choice)
+                continue
+            index = choice.get("index", 0)
+            state = self._choices.setdefault(index, _Choice())
+            if state.ended:
+                changed = True
+            elif self._pass(index, state, choice, before):
+                changed = True
+                if not _is_empty(choice):
+                    kept.append(choice)
+            else:
+                kept.append(choice)
+        if changed:
+            if not kept and not chunk.get("usage"):
+                return b"".join(before)
+            event = _framed(event, _json({**chunk, "choices": kept}))
+        return b"".join([*before, event])
+
+    def _pass(self, index: int, state: _Choice, choice: dict[str, Any], before: list[bytes]) -> bool:
+        """Takes the choice's texts through their windows; whether it changed. `before`: gets chunks to send first."""
+        changed = False
+        finishes = choice.get("finish_reason") is not None
+        fed = set()
+        for channel, container, key in choice_fields(choice):
+            text = container[key]
+            if not text:
+                continue
+            self._chat = channel.name != "text"
+            if state.last is not None and state.last != channel and not finishes:
+                # The text before has ended: what was held back of it comes before what follows it.
+                before += self._drain(index, state, keep=channel)
+                if state.ended:
+                    return self._cut(choice)
+            state.last = channel
+            fed.add(channel)
+            released, rejected = self._release(index, state, channel, text, final=finishes)
+            if rejected:
+                container[key] = released
+                return self._cut(choice, keep=channel)
+            if released != text:
+                container[key] = released
+                changed = True
+        if finishes:
+            before += self._drain(index, state)
+            if state.ended:
+                return self._cut(choice)
+        return changed
+
+    def _release(
+        self, index: int, state: _Choice, channel: Channel, text: str, *, final: bool
+    ) -> tuple[str, bool]:  # fmt: skip
+        where = f"choices[{index}].{_name(channel)}"
+        if self._rules.watching:
+            window = state.watching.get(channel)
+            if window is None:
+                window = state.watching[channel] = Window(*self._rules.watching)
+            for hit in window.feed(text, self._rules.failed, final=final).hits:
+                self._rules.report(hit, where)
+        if not self._rules.holding:
+            return text, False
+        window = state.holding.get(channel)
+        if window is None:
+            window = state.holding[channel] = Window(*self._rules.holding)
+        released = window.feed(text, self._rules.failed, final=final)
+        for hit in released.hits:
+            self._rules.report(hit, where)
+        if final:
+            del state.holding[channel]
+        if released.rejected:
+            state.ended = True
+            state.holding.clear()
+            state.watching.clear()
+        return released.text, state.ended
+
+    def _drain(self, index: int, state: _Choice, keep: Channel | None = None) -> Iterator[bytes]:
+        """Chunks with what the choice's windows, all but that of `keep`, hold back."""
+        for channel in {**state.holding, **state.watching}:
+            if channel != keep and not state.ended:
+                text, _ = self._release(index, state, channel, "", final=True)
+                state.watching.pop(channel, None)
+                if text:
+                    yield self._chunk(index, channel, text, None)
+
+    def _flush(self) -> bytes:
+        parts: list[bytes] = []
+        for index, state in self._choices.items():
+            was_open = not state.ended
+            parts += self._drain(index, state)
+            if was_open and state.ended:
+                parts.append(self._chunk(index, None, "", CONTENT_FILTER))
+        return b"".join(parts)
+
+    def _cut(self, choice: dict[str, Any], keep: Channel | None = None) -> bool:
+        """Make the choice its own end; of its texts only those up to `keep`, which has been cut already, stay."""
+        seen = keep is None
+        for channel, container, key in list(choice_fields(choice)):
+            if seen:
+                container[key] = ""
+            seen = seen or channel == keep
+        delta = choice.get("delta")
+        if isinstance(delta, dict) and (keep is None or keep.tool < 0):
+            delta.pop("tool_calls", None)
+        choice["finish_reason"] = CONTENT_FILTER
+        return True
+
+    def _chunk(self, index: int, channel: Channel | None, text: str, finish_reason: str | None) -> bytes:
+        choice: dict[str, Any] = {"index": index}
+        if not self._chat:
+            choice["text"] = text
+        elif channel is None:
+            choice["delta"] = {}
+        elif channel.name == "arguments":
+            choice["delta"] = {"tool_calls": [{"index": channel.tool, "function": {"arguments": text}}]}
+        elif channel.name == "function_call":
+            choice["delta"] = {"function_call": {"arguments": text}}
+        else:
+            choice["delta"] = {channel.name: text}
+        choice["finish_reason"] = finish_reason
+        envelope = {key: value for key, value in self._envelope.items() if key != "usage"}
+        return b"data: %b\n\n" % _json({**envelope, "choices": [choice]})
+
+
+def _name(channel: Channel) -> str:
+    return channel.name if channel.tool < 0 else f"tool_calls[{channel.tool}].arguments"
+
+
+def _is_empty(choice: dict[str, Any]) -> bool:
+    """Whether a chunk's choice says nothing, so that clients need not see it."""
+    if choice.get("finish_reason") is not None:
+        return False
+    if choice.get("text") == "":
+        return True
+    delta = choice.get("delta")
+    return isinstance(delta, dict) and all(value in ("", None) for value in delta.values())
+
+
+def _data(event: bytes) -> bytes | None:
+    """What the `data` lines of an event say, without its comments and names."""
+    if event.startswith(b"data: ") and event.endswith(b"\n\n") and event.count(b"\n") == 2:
+        return event[6:-2]
+    lines = [line for line in _LINE_END.split(event) if line.startswith(b"data")]
+    values = [line[5:].removeprefix(b" ") for line in lines if line[4:5] in (b":", b"")]
+    return b"\n".join(values).strip() if values else None
+
+
+def _framed(event: bytes, data: bytes) -> bytes:
+    """The event with other data; what else it says stays."""
+    if event.startswith(b"data: ") and event.count(b"\n") == 2:
+        return b"data: %b\n\n" % data
+    others = [line for line in _LINE_END.split(event) if line and not line.startswith(b"data")]
+    return b"".join(line + b"\n" for line in others) + b"data: %b\n\n" % data
+
+
+def _json(value: Any) -> bytes:
+    """JSON without the characters that some clients take for the end of a line."""
+    data = _encode(value)
+    if b"\xe2\x80" in data or b"\xc2\x85" in data:
+        data = data.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+        data = data.replace(b"\xc2\x85", b"\\u0085")
+    return data
