@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from sol import openmp
-from sol.cli import bench, chat, doctor, generate, pull, serve, simulate, verify
+from sol.cli import bench, chat, compare, doctor, gateway, generate, pull, serve, simulate, verify
 from sol.errors import SolError
 from sol.version import __version__
 
@@ -22,7 +22,9 @@ _COMMANDS = {
     "chat": (chat, "talk to a model in the terminal"),
     "pull": (pull, "fetch a model and say where it is"),
     "bench": (bench, "measure any OpenAI-compatible server under load"),
+    "compare": (compare, "find out which of two servers is faster, and whether they say the same"),
     "verify": (verify, "check on a model that speculation does not change what it says"),
+    "gateway": (gateway, "one front for any number of engines, with keys, limits, filters and routing"),
     "simulate": (simulate, "answer like a model server with latencies and faults of your choice, and no model"),
     "doctor": (doctor, "what this machine has, what Sol will use, what a model costs in memory"),
 }
@@ -32,6 +34,9 @@ _SERVE_EXTRA = frozenset(
      "uvloop", "yaml", "zmq"}
 )  # fmt: skip
 """The import names of pyproject's `serve` extra."""
+
+_GATEWAY_EXTRA = frozenset({"ahocorasick", "aiohttp", "aiosqlite", "asyncpg", "re2", "redis", "sqlalchemy"})
+"""Of its `gateway` extra, those that are not in `serve`."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -67,9 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error.message)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _SERVE_EXTRA:
+        extra = "serve" if package in _SERVE_EXTRA else "gateway" if package in _GATEWAY_EXTRA else None
+        if extra is None:
             raise
-        return _fail(f'this command needs {package}, which is not installed: pip install "sol-inference[serve]"')
+        return _fail(f'this command needs {package}, which is not installed: pip install "sol-inference[{extra}]"')
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -123,6 +123,10 @@ class Call:
     """A hash of the prompt's first blocks: requests that share it profit from the same engine's cache."""
     only_engines: frozenset[str] | None = None
     """Routing may choose among these only; None: all of the model's."""
+    drafter: str | None = None
+    """Of engines that speculate, who is to draft; None: as the engine decides."""
+    task: str | None = None
+    """What kind of work it is, where routing was told how to recognise one."""
     response_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     """Sent with the response, whether it is an answer or an error."""
     output_filters: list[OutputFilter] = field(default_factory=list)

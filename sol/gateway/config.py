@@ -10,6 +10,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from sol.errors import ConfigError
+from sol.gateway.filters.config import Filters
+from sol.gateway.limits.config import DatabaseOptions, LimitsConfig, Price
+from sol.gateway.relay.config import RelayConfig
+from sol.gateway.routing.config import RoutingConfig
 from sol.gateway.section import Expanded, Section
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s]+$")]
@@ -40,6 +44,11 @@ class EngineEntry(Section):
     headers: dict[str, Expanded] = Field(default_factory=dict, repr=False)
     served_name: Name | None = None
     """What the engine calls its model, where that is not what clients call it."""
+    health_path: Annotated[str, Field(pattern="^/")] | None = None
+    """Where it says whether it is well; None: the driver's, and of an `openai` endpoint, which has no such route, what
+    becomes of requests."""
+    metrics_path: Annotated[str, Field(pattern="^/")] | None = None
+    """Where it says how busy it is; None: the driver's."""
     max_in_flight: Annotated[int, Field(ge=1)] | None = None
     """Requests that it gets at once; None: as many as come."""
 
@@ -99,8 +108,15 @@ class GatewayConfig(Section):
     server: ServerOptions = Field(default_factory=ServerOptions)
     models: tuple[ModelEntry, ...] = Field(min_length=1)
     engines: tuple[EngineEntry, ...] = Field(min_length=1)
+    relay: RelayConfig = Field(default_factory=RelayConfig)
+    routing: RoutingConfig = Field(default_factory=RoutingConfig)
     keys: tuple[KeyEntry, ...] = ()
-    """Any of these opens the API; none: it is open to all who reach the port."""
+    """Any of these opens the API, and those in the database; none of either: it is open to all who reach the port."""
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    prices: dict[Name, Price] = Field(default_factory=dict)
+    """By model."""
+    database: DatabaseOptions | None = None
+    filters: Filters = ()
 
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
@@ -113,7 +129,15 @@ class GatewayConfig(Section):
             for name in model.engines:
                 if name not in engines:
                     raise ValueError(f"models: {model.name}: engines: there is no engine {name!r}; {_known(engines)}")
+        for task in self.routing.tasks:
+            for name in task.engines:
+                if name not in engines:
+                    raise ValueError(f"routing.tasks: {task.name}: there is no engine {name!r}; {_known(engines)}")
+        for name in sorted({*self.prices, *self.limits.models}):
+            if name not in models:
+                raise ValueError(f"prices and limits.models: there is no model {name!r}; {_known(models)}")
         for key in self.keys:
+            self.limits.check_policy(key.limits, "keys: limits")
             for name in sorted(key.models or ()):
                 if name not in models:
                     raise ValueError(f"keys: models: there is no model {name!r}; {_known(models)}")
@@ -130,17 +154,21 @@ def _known(names: Iterable[str]) -> str:
     return f"there are {', '.join(sorted(names))}"
 
 
-def read_config(path: Path) -> GatewayConfig:
-    """The configuration in a YAML file. Raises `ConfigError` that names the place in the file, what is wrong, and what
-    would be right."""
+def read_config(path: Path, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> GatewayConfig:
+    """The configuration in a YAML file, with options of some sections replaced.
+
+    Raises `ConfigError` that names the place in the file, what is wrong, and what would be right.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", param="config") from None
-    return parse_config(text, str(path))
+    return parse_config(text, str(path), overrides)
 
 
-def parse_config(text: str, source: str = "gateway.yaml") -> GatewayConfig:
+def parse_config(
+    text: str, source: str = "gateway.yaml", overrides: Mapping[str, Mapping[str, Any]] | None = None
+) -> GatewayConfig:
     """The same, from the file's text."""
     import yaml
 
@@ -165,6 +193,9 @@ def parse_config(text: str, source: str = "gateway.yaml") -> GatewayConfig:
         raise ConfigError(f"{source} is not YAML: {error}", param="config") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold sections, at least models and engines", param="config")
+    for name, values in (overrides or {}).items():
+        section = data.get(name)
+        data[name] = {**section, **values} if isinstance(section, dict) else values if section is None else section
     return make_config(data, source)
 
 

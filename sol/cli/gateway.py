@@ -1,0 +1,52 @@
+"""Example: sol gateway --config gateway.yaml --port 9000"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sol.gateway.config import GatewayConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE",
+        help="gateway.yaml: the engines, the models, who may use them and how (docs/gateway.md)",
+    )  # fmt: skip
+    parser.add_argument("--host", help="address to listen on, instead of the file's server.host")
+    parser.add_argument("--port", type=int, help="instead of the file's server.port; 0 takes a free one")
+    parser.add_argument("--check", action="store_true", help="read the file, say what is wrong with it, and end")
+
+
+def run(args: argparse.Namespace) -> int:
+    config = chosen_config(args)
+    from sol.gateway.gateway import Gateway
+    from sol.gateway.serve import serve
+
+    if args.check:
+        Gateway(config)
+        print(f"{args.config} is in order: {_summary(config)}")
+        return 0
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")  # on stderr
+    logging.getLogger("sol").setLevel(logging.INFO)
+
+    def announce(url: str) -> None:
+        print(f"the gateway is ready at {url}: {_summary(config)}", flush=True)
+
+    return serve(config, on_ready=announce)
+
+
+def chosen_config(args: argparse.Namespace) -> GatewayConfig:
+    """The file's, with the flags above it. Raises `ConfigError` for values that cannot work."""
+    from sol.gateway.config import read_config
+
+    overrides = {name: getattr(args, name) for name in ("host", "port") if getattr(args, name) is not None}
+    return read_config(args.config, {"server": overrides} if overrides else {})
+
+
+def _summary(config: GatewayConfig) -> str:
+    models = ", ".join(f"{model.name} on {' and '.join(model.engines)}" for model in config.models)
+    return models + ("" if config.keys else "; it asks for no key")

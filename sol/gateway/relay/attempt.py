@@ -1,0 +1,269 @@
+"""One engine, asked once: a request sent, an answer passed to the client as it comes, and what became of it.
+
+What is received is told to the engine's `Flight`, from which routing learns. An attempt that ends before anything was
+passed to the client, and that cannot have cost the client an answer, raises `Unanswered`: somebody else may be asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import aiohttp
+
+from sol.gateway.call import Call, Usage
+from sol.gateway.errors import (
+    DeadlineError,
+    GatewayError,
+    UpstreamError,
+    UpstreamTimeoutError,
+    error_body,
+    error_event,
+)
+from sol.gateway.parsing import COMPLETIONS
+from sol.gateway.relay.config import RelayConfig
+from sol.gateway.relay.request import asks_for_running_usage, body_for, headers_for, hides_usage
+from sol.gateway.relay.sse import EventScanner, usage_in
+from sol.gateway.reply import Reply
+from sol.gateway.routing.engine import Engine, Flight, Verdict
+
+_KEPT: Final = frozenset(
+    {b"content-type", b"cache-control", b"retry-after", b"retry-after-ms", b"x-should-retry", b"openai-processing-ms"}
+)
+"""Of an engine's response headers."""
+_JSON: Final = (b"content-type", b"application/json")
+
+
+class Unanswered(Exception):
+    """The engine did not take the request, or died before it said a word. `error` is what to tell a client when nobody
+    else is there."""
+
+    def __init__(self, error: GatewayError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class StreamFailed(UpstreamError):
+    """The engine said in its stream that it failed: the client knows, and the stream is ended."""
+
+
+class ClientStalled(Exception):
+    """The client takes nothing of what it is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer of an engine that was not passed on yet."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class Attempt:
+    def __init__(self, call: Call, engine: Engine, model: str, config: RelayConfig, reply: Reply) -> None:
+        self._call = call
+        self._engine = engine
+        self._model = model
+        self._config = config
+        self._reply = reply
+        self._sending = False
+        self._scanner: EventScanner | None = None
+
+    async def run(self, session: aiohttp.ClientSession) -> Answer | None:
+        """Ask the engine. A stream is passed to the client as it comes, and None returned; anything else is returned.
+
+        Raises `Unanswered`, `ClientStalled`, or a GatewayError where the request may have been worked on. Once the
+        client has been told a status, a failure of the engine is told to it as an event, and the error is raised.
+        """
+        flight = self._engine.begin(self._call)
+        verdict: Verdict = "neutral"
+        try:
+            answer = await self._run(session, flight)
+            verdict = "fault" if answer is not None and answer.status >= 500 else "ok"
+            return answer
+        except (Unanswered, UpstreamError, UpstreamTimeoutError) as error:
+            # That a client is in a hurry is not the engine's fault.
+            verdict = "neutral" if isinstance(error, DeadlineError) else "fault"
+            raise
+        finally:
+            self._account()
+            flight.end(verdict)
+
+    async def _run(self, session: aiohttp.ClientSession, flight: Flight) -> Answer | None:
+        call, config = self._call, self._config
+        now = time.monotonic()
+        until = now + config.first_byte_timeout
+        if call.deadline is not None:
+            until = min(until, call.deadline)
+        response: aiohttp.ClientResponse | None = None
+        try:
+            async with asyncio.timeout_at(until) as limit:
+                response = await session.post(
+                    self._engine.base_url + call.path,
+                    data=body_for(call, self._engine, self._model),
+                    headers=headers_for(call, self._engine),
+                    allow_redirects=False,
+                )
+                if response.status == 200 and response.content_type == "text/event-stream":
+                    await self._stream(response, flight, limit)
+                    return None
+                body = await self._whole(response)
+                if response.status < 400:
+                    call.first_byte_at = time.monotonic()
+                    call.usage = usage_in(body)
+                    for output in call.output_filters:
+                        body = output.feed(body) + output.finish()
+                return self._answer(response, body)
+        except TimeoutError:
+            raise self._timed_out(until) from None
+        except aiohttp.ConnectionTimeoutError:
+            raise Unanswered(self._unreachable("does not take connections")) from None
+        except aiohttp.ClientConnectorError as error:
+            raise Unanswered(
+                self._unreachable(f"cannot be reached ({error.os_error.strerror or 'no connection'})")
+            ) from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise self._broken(error, response) from None
+        finally:
+            if response is not None:
+                response.close()  # of one that was not read to its end, this closes the connection: the engine stops
+
+    async def _stream(self, response: aiohttp.ClientResponse, flight: Flight, limit: asyncio.Timeout) -> None:
+        """The hot loop: what is done here is done for every chunk."""
+        call, reply, config = self._call, self._reply, self._config
+        self._scanner = scanner = EventScanner(
+            hide_usage=hides_usage(call), hide_running=asks_for_running_usage(call, self._engine)
+        )
+        clock = asyncio.get_running_loop().time
+        read, engine, feed, write = response.content.readany, self._engine, scanner.feed, reply.write
+        rearm_at = 0.0
+        while data := await read():
+            now = clock()
+            engine.last_byte_at = now
+            if now >= rearm_at:
+                if call.first_byte_at is None:
+                    call.first_byte_at = time.monotonic()
+                    flight.first_byte()
+                limit.reschedule(now + config.idle_timeout)
+                rearm_at = now + config.idle_timeout / 8
+            data = feed(data)
+            if call.output_filters:
+                data = self._filter(data)
+            if data:
+                self._sending = True
+                if not reply.started:
+                    await reply.start(200, self._stream_headers(response))
+                await write(data)
+                self._sending = False
+        rest = scanner.finish()
+        if call.path in COMPLETIONS and not scanner.done and not scanner.failed:
+            raise UpstreamError(f"the engine {engine.name} ended its answer before it was complete")
+        if call.output_filters:
+            rest = self._filter_end()
+        if not reply.started:
+            await reply.start(200, self._stream_headers(response))
+        if rest:
+            await write(rest)
+        if scanner.failed:
+            await reply.end()
+            raise StreamFailed(f"the engine {engine.name} failed in the middle of its answer")
+        await reply.end()
+
+    def _filter(self, data: bytes) -> bytes:
+        """Filters see events of the answer, not the `[DONE]`: they may hold text back, which comes before it."""
+        assert self._scanner is not None
+        if self._scanner.done:
+            data = self._scanner.without_done(data)
+        for output in self._call.output_filters:
+            data = output.feed(data) if data else data
+        return data
+
+    def _filter_end(self) -> bytes:
+        """What filters held back, each seen by those after it, and the end of the stream."""
+        assert self._scanner is not None
+        rest = b""
+        for output in self._call.output_filters:
+            rest = (output.feed(rest) if rest else b"") + output.finish()
+        return rest + (b"data: [DONE]\n\n" if self._scanner.done else b"")
+
+    async def _whole(self, response: aiohttp.ClientResponse) -> bytes:
+        parts, size = [], 0
+        while data := await response.content.readany():
+            self._engine.last_byte_at = time.monotonic()
+            parts.append(data)
+            size += len(data)
+            if size > self._config.max_response_bytes:
+                raise UpstreamError(
+                    f"the engine {self._engine.name} answered with more than {self._config.max_response_bytes} bytes"
+                )
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _answer(self, response: aiohttp.ClientResponse, body: bytes) -> Answer:
+        """An engine's answer as OpenAI's clients read it: some engines' errors have another form."""
+        status = response.status
+        if status in (401, 403):
+            error = UpstreamError(f"the engine {self._engine.name} refuses the gateway's credentials")
+            return Answer(error.status, [_JSON], error_body(error))
+        headers = self._headers(response)
+        if status >= 400 and not _has_error_object(body):
+            headers = [(name, value) for name, value in headers if name != b"content-type"] + [_JSON]
+            error = UpstreamError(f"the engine {self._engine.name} answered with status {status}")
+            body = error_body(error)
+        return Answer(status, headers, body)
+
+    def _stream_headers(self, response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+        # nginx would hold the events back.
+        return [*self._headers(response), (b"x-accel-buffering", b"no"), *self._call.response_headers]
+
+    @staticmethod
+    def _headers(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+        kept = [(name.lower(), value) for name, value in response.raw_headers]
+        return [(name, value) for name, value in kept if name in _KEPT]
+
+    def _account(self) -> None:
+        """Set the call's usage: what the engine said, or an estimate of what it did."""
+        call, scanner = self._call, self._scanner
+        if call.usage is not None or call.first_byte_at is None or scanner is None:
+            return  # also of a request that was sent and never answered: what the engine did for it nobody knows
+        call.usage = scanner.find_usage() or Usage(
+            prompt_tokens=call.input_tokens,
+            completion_tokens=max(0, scanner.num_events - (call.path == "/v1/chat/completions")),
+            estimated=True,
+        )
+
+    def _unreachable(self, what: str) -> UpstreamError:
+        return UpstreamError(f"the engine {self._engine.name} {what}")
+
+    def _timed_out(self, until: float) -> Exception:
+        name, call = self._engine.name, self._call
+        if self._sending:
+            return ClientStalled()
+        if call.first_byte_at is not None:
+            return UpstreamTimeoutError(f"the engine {name} fell silent for {self._config.idle_timeout:g} s")
+        if until == call.deadline:
+            return DeadlineError(f"the engine {name} had not answered when the client's time was over")
+        return UpstreamTimeoutError(f"the engine {name} did not answer within {self._config.first_byte_timeout:g} s")
+
+    def _broken(self, error: Exception, response: aiohttp.ClientResponse | None) -> Exception:
+        """A connection that ended, or bytes that are no HTTP."""
+        name = self._engine.name
+        if response is None:
+            # Not a word came. Engines drop the work of a connection that is gone, so nobody else answers this, too.
+            return Unanswered(UpstreamError(f"the engine {name} closed the connection without an answer"))
+        if isinstance(error, ValueError):
+            return UpstreamError(f"the engine {name} sent {error}")
+        return UpstreamError(f"the connection to the engine {name} broke in the middle of its answer")
+
+
+async def fail_stream(reply: Reply, error: Exception) -> None:
+    """Tell a client whose stream has begun that it ends here: a whole event, and no `[DONE]`."""
+    await reply.write(error_event(error))
+    await reply.end()
+
+
+def _has_error_object(body: bytes) -> bool:
+    head = body[:64].replace(b" ", b"").replace(b"\n", b"")
+    return head.startswith(b'{"error":{')

@@ -1,0 +1,150 @@
+"""What is done with a call that has passed all stages: an engine is asked, and another where that one did not answer.
+
+Another engine is asked only while the client has been told nothing, and only after failures that cannot have cost it an
+answer: nobody took the connection, it was closed without a word, or the engine said 502 or 503. A time-out is none of
+these: the work may be running, and would run twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import aiohttp
+
+from sol.errors import SolError
+from sol.gateway.call import Call, Outcome
+from sol.gateway.errors import CLIENT_CLOSED_REQUEST, GatewayError, UpstreamError
+from sol.gateway.relay.attempt import Answer, Attempt, ClientStalled, StreamFailed, Unanswered, fail_stream
+from sol.gateway.relay.config import RelayConfig
+from sol.gateway.reply import Reply
+from sol.gateway.routing.engine import Engine
+from sol.gateway.routing.fleet import Fleet
+from sol.gateway.routing.router import Router
+from sol.gateway.routing.tasks import RouteStage
+from sol.version import __version__
+
+logger = logging.getLogger("sol.gateway")
+
+_RETRIED: Final = frozenset({502, 503})
+_ALWAYS_RETRIES: Final = 3
+"""May be under way at one time, however few calls are open."""
+
+
+class Relay:
+    def __init__(self, fleet: Fleet, router: Router, route: RouteStage, config: RelayConfig) -> None:
+        self._fleet = fleet
+        self._router = router
+        self._route = route
+        self._config = config
+        self._session: aiohttp.ClientSession | None = None
+        self.num_open = 0
+        self.num_retrying = 0
+
+    def start(self) -> aiohttp.ClientSession:
+        """In the event loop that is to be used. The session is for the gateway's other requests to engines, too."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._config.keep_alive, ttl_dns_cache=10)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            # Everything but the connection's establishment is timed by who waits for it.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout),
+            headers={"user-agent": f"sol-gateway/{__version__}", "accept": "*/*"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+        )
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def answer(self, call: Call, reply: Reply) -> Outcome:
+        """Have the call answered. Raises a SolError where the client was told nothing, which is then to be told to it;
+        what fails later is told by an event, and stands in the outcome."""
+        self.num_open += 1
+        try:
+            return await self._answer(call, reply)
+        finally:
+            self.num_open -= 1
+
+    async def _answer(self, call: Call, reply: Reply) -> Outcome:
+        try:
+            answer = await self._ask(call, reply)
+        except ClientStalled:
+            return self._outcome(call, CLIENT_CLOSED_REQUEST, client_left=True)
+        except StreamFailed as error:
+            return self._outcome(call, 200, error)
+        except Exception as error:
+            if not reply.started:
+                raise
+            if not isinstance(error, SolError):
+                logger.exception("unexpected error in the stream of call %s", call.id)
+            await fail_stream(reply, error)
+            return self._outcome(call, 200, error)
+        if answer is None:
+            return self._outcome(call, 200)
+        await reply.send(answer.status, [*answer.headers, *call.response_headers], answer.body)
+        if answer.status < 400:
+            return self._outcome(call, answer.status)
+        said = UpstreamError(f"the engine {call.backend} answered with status {answer.status}")
+        return self._outcome(call, answer.status, said)
+
+    async def _ask(self, call: Call, reply: Reply) -> Answer | None:
+        """Engines, until one answers or a failure is final. Raises what the last one failed with."""
+        asked: list[Engine] = []
+        failed: Answer | GatewayError | None = None
+        while True:
+            try:
+                choice = self._router.choose(call, asked)
+            except SolError:
+                if failed is None:
+                    raise
+                return _last(failed)
+            engine = choice.engine
+            rule = f"{choice.rule}, panic" if choice.panic else choice.rule
+            call.decide("route", rule, "engine", engine.name)
+            retrying = bool(asked)
+            self.num_retrying += retrying
+            try:
+                answer = await self._attempt(call, engine, reply)
+                if answer is None or answer.status not in _RETRIED:
+                    return answer
+                failed = answer
+            except Unanswered as unanswered:
+                failed = unanswered.error
+            finally:
+                self.num_retrying -= retrying
+            asked.append(engine)
+            if len(asked) > self._config.max_retries or not self._may_retry():
+                return _last(failed)
+
+    async def _attempt(self, call: Call, engine: Engine, reply: Reply) -> Answer | None:
+        assert self._session is not None
+        model = engine.served_name or self._fleet.pool(call.model).model
+        call.attempt += 1
+        call.backend = engine.name
+        answer = await Attempt(call, engine, model, self._config, reply).run(self._session)
+        if call.drafter is not None and answer is not None and answer.status == 400 and b"speculation" in answer.body:
+            # The gateway's own choice is no reason to refuse a client: it gets its answer, drafted otherwise or not.
+            self._route.drafter_refused(call)
+            call.attempt += 1
+            answer = await Attempt(call, engine, model, self._config, reply).run(self._session)
+        return answer
+
+    def _may_retry(self) -> bool:
+        """A fleet that fails under load is not helped by more of it."""
+        return self.num_retrying < max(_ALWAYS_RETRIES, self._config.retry_budget * self.num_open)
+
+    @staticmethod
+    def _outcome(call: Call, status: int, error: Exception | None = None, *, client_left: bool = False) -> Outcome:
+        return Outcome(
+            status=status, error=error, usage=call.usage, first_byte_at=call.first_byte_at, client_left=client_left
+        )
+
+
+def _last(failed: Answer | GatewayError) -> Answer:
+    if isinstance(failed, Answer):
+        return failed
+    raise failed

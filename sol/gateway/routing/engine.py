@@ -1,0 +1,133 @@
+"""One engine as the gateway knows it, live: its open requests, how fast it answers, whether it is well."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from sol.engines.drivers import DRIVERS
+from sol.engines.signals import Signals
+from sol.gateway.call import Call
+from sol.gateway.routing.breaker import Breaker, Verdict
+from sol.gateway.routing.config import RoutingConfig
+from sol.gateway.routing.health import Health
+from sol.gateway.routing.latency import LatencyModel
+
+if TYPE_CHECKING:
+    from sol.gateway.config import EngineEntry
+
+__all__ = ["Engine", "Flight", "Verdict"]
+
+_MANY_TIMES = 10
+
+
+class Engine:
+    def __init__(self, entry: EngineEntry, config: RoutingConfig) -> None:
+        assert entry.url is not None
+        self.name = entry.name
+        self.driver = DRIVERS[entry.driver]
+        self.base_url = entry.url
+        self.served_name = entry.served_name
+        self.max_in_flight = entry.max_in_flight
+        self.headers = dict(entry.headers)
+        if entry.api_key is not None:
+            self.headers["authorization"] = f"Bearer {entry.api_key}"
+        self._signal_age = config.signal_age
+        self.health = Health(config.health)
+        self.breaker = Breaker(config.breaker)
+        self.latency = LatencyModel()
+        self.signals: Signals | None = None
+        """What it last said of itself; look at its age."""
+        self._others = 0.0
+        """Open requests that were not the gateway's own, by these signals."""
+        self.in_flight = 0
+        """The gateway's open requests."""
+        self.num_streaming = 0
+        """Of them, those whose answer has begun."""
+        self.last_byte_at = 0.0
+        """time.monotonic() of the last bytes of any answer."""
+        self._busy_since = 0.0
+        """When the first of the open requests was sent."""
+        self._generated_tokens: float | None = None
+        self._progress_at = 0.0
+        """When its counter of tokens was last seen to have moved."""
+        self._unanswered: dict[Flight, None] = {}
+        """The oldest first."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.max_in_flight is not None and self.in_flight >= self.max_in_flight
+
+    def load(self, now: float) -> float:
+        """Open requests, with those of others where it has lately said that it has any."""
+        signals = self.signals
+        if signals is None or signals.age(now) > self._signal_age:
+            return self.in_flight
+        return self.in_flight + self._others
+
+    def scraped(self, signals: Signals, own: int) -> None:
+        """What it says of itself; `own`: how many requests of the gateway's were open when it was asked."""
+        self.signals = signals
+        self._others = max(0.0, (signals.running or 0.0) + (signals.waiting or 0.0) - own)
+        if signals.generated_tokens is not None and signals.generated_tokens != self._generated_tokens:
+            self._generated_tokens, self._progress_at = signals.generated_tokens, signals.read_at
+
+    def is_stalled(self, now: float, seconds: float) -> bool:
+        """Whether it has work and made no progress for so long, as far as that can be seen.
+
+        Streams that have begun must bring bytes. A request without an answer may wait, or its prompt be long: only an
+        engine that counts its tokens can be seen to stand still over it, and only after many times what it should take.
+        """
+        if now - max(self._busy_since, self.last_byte_at, self._progress_at) <= seconds or not self.in_flight:
+            return False
+        if self.num_streaming:
+            return True
+        if self._generated_tokens is None or not self._unanswered:
+            return False
+        oldest = next(iter(self._unanswered))
+        expected = self.latency.expect(oldest.call.input_tokens, self.load(now), now)
+        return now - oldest.started_at > max(seconds, _MANY_TIMES * expected)
+
+    def is_well(self, now: float) -> bool:
+        """Whether nothing speaks against asking it."""
+        return self.health.is_well and self.breaker.allows(now)
+
+    def begin(self, call: Call) -> Flight:
+        flight = Flight(self, call)
+        if not self.in_flight:
+            self._busy_since = flight.started_at
+        self.in_flight += 1
+        self._unanswered[flight] = None
+        return flight
+
+    def answered(self, flight: Flight) -> None:
+        self._unanswered.pop(flight, None)
+
+
+class Flight:
+    """A call on its way to an engine and back. `end` is called once, whatever happens."""
+
+    __slots__ = ("_engine", "_load", "_streaming", "_trial", "call", "started_at")
+
+    def __init__(self, engine: Engine, call: Call) -> None:
+        self._engine = engine
+        self.call = call
+        self.started_at = now = time.monotonic()
+        self._load = engine.load(now)
+        self._trial = engine.breaker.begin(now)
+        self._streaming = False
+
+    def first_byte(self) -> None:
+        """The stream has begun."""
+        engine, now = self._engine, time.monotonic()
+        self._streaming = True
+        engine.num_streaming += 1
+        engine.answered(self)
+        engine.latency.observe(self.call.input_tokens, self._load, now - self.started_at, now)
+
+    def end(self, verdict: Verdict) -> None:
+        engine = self._engine
+        engine.answered(self)
+        engine.in_flight -= 1
+        engine.num_streaming -= self._streaming
+        engine.breaker.end(verdict, time.monotonic(), trial=self._trial)

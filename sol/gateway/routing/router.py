@@ -1,0 +1,69 @@
+"""The choice of an engine: the least expected time to first token, unless another has the prompt's prefix cached."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sol.gateway.call import Call
+from sol.gateway.errors import NoCapacityError
+from sol.gateway.routing.affinity import ranked, seed_of
+from sol.gateway.routing.config import RoutingConfig
+from sol.gateway.routing.engine import Engine
+from sol.gateway.routing.fleet import Fleet, Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    engine: Engine
+    rule: str
+    """What decided: least_latency, prefix (its favourite), prefix_escape (the favourite was too busy)."""
+    expected: float
+    """Seconds to the first token."""
+    panic: bool
+
+
+class Router:
+    def __init__(self, fleet: Fleet, config: RoutingConfig) -> None:
+        self._fleet = fleet
+        self._affinity = config.affinity
+        self._seeds = {engine.name: seed_of(engine.name) for engine in fleet}
+        self._random = random.Random()  # noqa: S311  (breaks ties)
+
+    def choose(self, call: Call, asked: Collection[Engine] = ()) -> Choice:
+        """An engine that was not `asked` yet. Raises `UnknownModelError`, and `NoCapacityError` where none is left."""
+        pool, now = self._fleet.pool(call.model), time.monotonic()
+        askable = pool.askable(now)
+        engines = [engine for engine in askable.engines if engine not in asked and not engine.is_full]
+        if call.only_engines is not None:
+            wanted = [engine for engine in engines if engine.name in call.only_engines]
+            # Sent elsewhere, the call is answered all the same: any of the model's engines gives the same answers.
+            engines = wanted or engines
+        if not engines:
+            full = any(engine.is_full for engine in pool.engines)
+            what = "every engine has all the requests it may have" if full else "no engine can be reached"
+            raise NoCapacityError(f"{what} for the model {call.model!r:.200}; try again shortly", wait=1.0)
+        expected = self._expected(call, pool, engines, now)
+        best = min(range(len(engines)), key=lambda index: (expected[index], self._random.random()))
+        if self._affinity.enabled and call.prefix_key is not None and len(engines) > 1:
+            index, rule = self._with_prefix(call.prefix_key, engines, expected, best)
+        else:
+            index, rule = best, "least_latency"
+        return Choice(engines[index], rule, expected[index], askable.panic)
+
+    def _expected(self, call: Call, pool: Pool, engines: list[Engine], now: float) -> list[float]:
+        usual = pool.usual_seconds()
+        return [engine.latency.expect(call.input_tokens, engine.load(now), now, usual) for engine in engines]
+
+    def _with_prefix(self, key: int, engines: list[Engine], expected: list[float], best: int) -> tuple[int, str]:
+        affinity = self._affinity
+        total = sum(engine.in_flight for engine in engines) + 1
+        most = max(affinity.free_requests, math.ceil(affinity.load_bound * total / len(engines)))
+        slowest = affinity.latency_bound * expected[best]
+        for place, index in enumerate(ranked(key, [self._seeds[engine.name] for engine in engines])):
+            if engines[index].in_flight < most and expected[index] <= slowest:
+                return index, "prefix" if place == 0 else "prefix_escape"
+        return best, "prefix_escape"
