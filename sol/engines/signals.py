@@ -37,7 +37,9 @@ class Signals:
     acceptance_rate: float | None = None
     """0 to 1, likewise."""
     generated_tokens: float | None = None
-    """Since the start: while requests run, this moves in an engine that is not hung."""
+    """Since the start, of engines that count them as they come (others do when a request ends)."""
+    progress: float | None = None
+    """A count of the engine's steps or tokens: while requests run and it stands still, the engine hangs."""
     read_at: float
     """When it was read, by the caller's clock."""
 
@@ -61,6 +63,7 @@ class MetricNames:
     accepted_tokens: Sequence[str] = ()
     acceptance_rate: Sequence[str] = ()
     generated_tokens: Sequence[str] = ()
+    progress: Sequence[str] = ()
     _pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +96,7 @@ class MetricNames:
 
 _SIGNALS = (
     "running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "prefix_hit_rate", "draft_tokens",
-    "accepted_tokens", "acceptance_rate", "generated_tokens",
+    "accepted_tokens", "acceptance_rate", "generated_tokens", "progress",
 )  # fmt: skip
 _SHARES = frozenset({"kv_usage", "prefix_hit_rate", "acceptance_rate"})
 

@@ -15,18 +15,18 @@ DATA = Path(__file__).parent / "data"
 PAGES = {
     "vllm": Signals(
         running=0, waiting=0, kv_usage=0, prefix_queries=10, prefix_hits=0, prefix_hit_rate=0, draft_tokens=0,
-        accepted_tokens=0, generated_tokens=80, read_at=5.0,
+        accepted_tokens=0, generated_tokens=80, progress=80, read_at=5.0,
     ),
     "sglang": Signals(
         running=162, waiting=2826, kv_usage=0.28, prefix_queries=8128902, prefix_hit_rate=0.007507552643049313,
-        generated_tokens=7557572, read_at=5.0,
+        read_at=5.0,
     ),
-    "tgi": Signals(running=5, waiting=3, generated_tokens=20480, read_at=5.0),
+    "tgi": Signals(running=5, waiting=3, progress=901, read_at=5.0),
     "tensorrt-llm": Signals(
         running=7, waiting=2, kv_usage=0.62, prefix_hit_rate=0.25, draft_tokens=400, accepted_tokens=300,
-        acceptance_rate=0.75, generated_tokens=1200, read_at=5.0,
+        acceptance_rate=0.75, read_at=5.0,
     ),
-    "llama.cpp": Signals(running=4, waiting=46, generated_tokens=39080, read_at=5.0),
+    "llama.cpp": Signals(running=4, waiting=46, progress=39303, read_at=5.0),
 }  # fmt: skip
 
 

@@ -46,7 +46,7 @@ class LlamaCpp(Driver):
         running=("llamacpp:requests_processing",),
         waiting=("llamacpp:requests_deferred",),
         kv_usage=("llamacpp:kv_cache_usage_ratio",),  # until 2025
-        generated_tokens=("llamacpp:tokens_predicted_total",),
+        progress=("llamacpp:n_decode_total",),
     )
 
     def _model_words(self, model: str) -> Words:

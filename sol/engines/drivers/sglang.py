@@ -60,7 +60,7 @@ class Sglang(Driver):
         prefix_hits=("sglang:cached_tokens_total",),
         prefix_hit_rate=("sglang:cache_hit_rate",),
         acceptance_rate=("sglang:spec_accept_rate",),
-        generated_tokens=("sglang:generation_tokens_total",),
+        progress=("sglang:realtime_tokens_total",),
     )
 
     def _model_words(self, model: str) -> Words:

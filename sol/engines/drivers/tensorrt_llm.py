@@ -56,7 +56,6 @@ class TensorrtLlm(Driver):
         prefix_hit_rate=("trtllm_kv_cache_hit_rate",),
         draft_tokens=("trtllm_spec_decode_num_draft_tokens_total",),
         accepted_tokens=("trtllm_spec_decode_num_accepted_tokens_total",),
-        generated_tokens=("trtllm_generation_tokens_total",),
     )
 
     # These go into the file.

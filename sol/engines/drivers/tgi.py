@@ -53,7 +53,7 @@ class Tgi(Driver):
     metric_names = MetricNames(
         running=("tgi_batch_current_size",),
         waiting=("tgi_queue_size",),
-        generated_tokens=("tgi_request_generated_tokens_sum",),
+        progress=("tgi_batch_inference_count",),
     )
 
     def _model_words(self, model: str) -> Words:

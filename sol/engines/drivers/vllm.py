@@ -24,6 +24,7 @@ VLLM_METRICS = MetricNames(
     draft_tokens=("vllm:spec_decode_num_draft_tokens_total",),
     accepted_tokens=("vllm:spec_decode_num_accepted_tokens_total",),
     generated_tokens=("vllm:generation_tokens_total",),
+    progress=("vllm:iteration_tokens_total_count", "vllm:generation_tokens_total"),
 )
 """Sol's server and `sol simulate` have these, too."""
 
