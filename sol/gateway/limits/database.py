@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 from sqlalchemy import JSON, BigInteger, Boolean, Column, DateTime, Float, Index, Integer, MetaData, Table, Text, event
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool
 
 from sol.errors import ConfigError
 from sol.gateway.errors import NoCapacityError
@@ -79,10 +80,13 @@ class Database:
         arguments: dict[str, Any] = {"timeout": self._timeout}
         if not sqlite:
             arguments["command_timeout"] = self._timeout
-        pool: dict[str, Any] = {} if sqlite else {"pool_size": 4, "max_overflow": 4, "pool_timeout": self._timeout}
+        # A file is opened anew each time: one that is kept open may be gone from where others look for it.
+        pool: dict[str, Any] = {"poolclass": NullPool}
+        if not sqlite:
+            pool = {"pool_size": 4, "max_overflow": 4, "pool_timeout": self._timeout, "pool_pre_ping": True}
         try:
             self._engine: AsyncEngine = create_async_engine(
-                options.url, connect_args=arguments, pool_pre_ping=True, hide_parameters=True, **pool
+                options.url, connect_args=arguments, hide_parameters=True, **pool
             )
         except (SQLAlchemyError, ImportError, ValueError) as error:
             raise ConfigError(f"database.url cannot be used: {error}", param="database.url") from None

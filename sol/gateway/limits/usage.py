@@ -25,6 +25,7 @@ _BATCH = 500
 _ADOPT_SECONDS = 60.0
 _SLOWEST_RETRY = 10.0
 _WITHOUT_DISK = 10_000
+_LARGEST = 10**15
 
 ORPHAN = "orphan"
 """`ended` of a request whose gateway died: what was known of it last. Gives way to the real record if that comes."""
@@ -195,10 +196,17 @@ class UsageWriter:
 
 
 def _row(record: UsageRecord) -> dict[str, Any]:
-    row = msgspec.structs.asdict(record)
+    row = {name: _storable(value) for name, value in msgspec.structs.asdict(record).items()}
     row["class"] = row.pop("class_name")
     row["at"] = datetime.fromtimestamp(record.at, UTC)
     return row
+
+
+def _storable(value: Any) -> Any:
+    """Numbers that fit into a column, and whose sums do; texts that PostgreSQL takes. Engines say what they like."""
+    if isinstance(value, str):
+        return value.replace("\0", "")
+    return max(0, min(value, _LARGEST)) if type(value) is int else value
 
 
 async def usage_by(

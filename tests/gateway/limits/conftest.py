@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
+import postgres_servers
 import pytest
+from postgres_servers import PostgresServer
 from redis_servers import MISSING, PROGRAM, RedisServer
 
 
@@ -28,3 +32,16 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
+    """Whoever stops it starts it again. What it holds is shared: tests use ids of their own."""
+    if postgres_servers.PROGRAMS is None:
+        pytest.skip(postgres_servers.MISSING)
+    # Under a directory that everybody may enter: the server runs as somebody else.
+    with tempfile.TemporaryDirectory(prefix="sol-postgres-", ignore_cleanup_errors=True) as name:
+        server = PostgresServer(Path(name))
+        server.start()
+        yield server
+        server.stop()
