@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from sol import openmp
-from sol.cli import bench, chat, compare, doctor, gateway, generate, pull, serve, simulate, verify
+from sol.cli import bench, chat, compare, doctor, gateway, generate, pull, serve, simulate, tune, up, verify
 from sol.errors import SolError
 from sol.version import __version__
 
@@ -23,7 +23,9 @@ _COMMANDS = {
     "pull": (pull, "fetch a model and say where it is"),
     "bench": (bench, "measure any OpenAI-compatible server under load"),
     "compare": (compare, "find out which of two servers is faster, and whether they say the same"),
+    "tune": (tune, "find the configuration of an engine that does the most within an SLO"),
     "verify": (verify, "check on a model that speculation does not change what it says"),
+    "up": (up, "start the engines of a gateway's file on this machine, and the gateway in front of them"),
     "gateway": (gateway, "one front for any number of engines, with keys, limits, filters and routing"),
     "simulate": (simulate, "answer like a model server with latencies and faults of your choice, and no model"),
     "doctor": (doctor, "what this machine has, what Sol will use, what a model costs in memory"),
@@ -37,6 +39,8 @@ _SERVE_EXTRA = frozenset(
 
 _GATEWAY_EXTRA = frozenset({"ahocorasick", "aiohttp", "aiosqlite", "asyncpg", "re2", "redis", "sqlalchemy"})
 """Of its `gateway` extra, those that are not in `serve`."""
+
+_EXTRAS = {"serve": _SERVE_EXTRA, "gateway": _GATEWAY_EXTRA, "tune": frozenset({"optuna"})}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error.message)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        extra = "serve" if package in _SERVE_EXTRA else "gateway" if package in _GATEWAY_EXTRA else None
+        extra = next((name for name, packages in _EXTRAS.items() if package in packages), None)
         if extra is None:
             raise
         return _fail(f'this command needs {package}, which is not installed: pip install "sol-inference[{extra}]"')

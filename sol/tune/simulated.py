@@ -9,6 +9,7 @@ from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,15 @@ class Workload:
         for name, least in (("prefix_tokens", 0), ("num_prefixes", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}", param=name)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self.input_tokens.text,
+            "output_tokens": self.output_tokens.text,
+            "prefix_tokens": self.prefix_tokens,
+            "num_prefixes": self.num_prefixes,
+            "seed": self.seed,
+        }
 
     def request(self, index: int) -> tuple[int, int, int]:
         """(prompt tokens, output tokens, group of the prefix)."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from sol.bench.metrics import Summary
 from sol.bench.slo import Slo, parse_slo
@@ -23,6 +23,9 @@ Outcome = Literal["finished", "stopped", "misses", "crashed", "excluded", "inter
 `excluded`     it was never started: a model of the machine, a crash of its like or its divergence speaks against it.
 `interrupted`  it was measured in part when the search was stopped; it is tried again when the search goes on.
 """
+
+
+_MOST_ERRORS: Final = 0.01
 
 
 class TrialCrash(Exception):
@@ -81,7 +84,7 @@ class Probe:
     num_requests: int
     """That were measured."""
     meets: bool
-    """Every clause of the SLO, by the percentiles' values."""
+    """Every clause of the SLO, by the percentiles' values, and at most 1% errors where no clause says otherwise."""
     goodput: float
     """Requests a second that were good in every clause."""
     good_tokens_per_second: float
@@ -106,6 +109,9 @@ class Probe:
             result.estimate.value is not None and result.clause.holds(result.estimate.value)
             for result in judged.clauses
         ]
+        if not any(result.clause.metric == "error_rate" for result in judged.clauses):
+            # Errors are in no latency: without this, a server that refuses most requests would be the fastest.
+            meets.append((summary.error_rate.value or 0.0) <= _MOST_ERRORS)
         return cls(
             rate=rate,
             num_requests=summary.num_requests,

@@ -154,7 +154,7 @@ class _Tuner:
             goal=self._goal,
             trials=tuple(study.trials),
             best=self._best(),
-            default=next((trial for trial in study.trials if key_of(trial.config) == default), None),
+            default=next((t for t in study.trials if key_of(t.config) == default and t.outcome != "interrupted"), None),
             exclusions=tuple(self._constraints.describe()),
             interrupted=self._stop.is_set(),
             seconds=time.monotonic() - began,

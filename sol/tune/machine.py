@@ -1,0 +1,58 @@
+"""What machine the trials run on: its processor's kind, its memory, and of known GPUs what they can do at best."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sol.runner.cgroup import CGroups
+from sol.tune.roofline import Machine
+
+_QUERY_SECONDS: Final = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspected:
+    on_cpu: bool
+    name: str
+    """Of the GPU; of a CPU nothing."""
+    limits: Machine
+
+    def describe(self) -> dict[str, Any]:
+        """What a search that goes on has to find again."""
+        return {"on_cpu": self.on_cpu, "gpu": self.name}
+
+
+def inspect(*, on_cpu: bool) -> Inspected:
+    """The first GPU that processes may use, or the CPU where there is none or `on_cpu`."""
+    gpu = None if on_cpu else _gpu()
+    if gpu is None:
+        return Inspected(on_cpu=True, name="", limits=Machine(memory_bytes=_memory()))
+    name, memory = gpu
+    return Inspected(on_cpu=False, name=name, limits=Machine.of_gpu(name, memory))
+
+
+def _gpu() -> tuple[str, float] | None:
+    """Its name and bytes, as the driver's program tells them."""
+    program, visible = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if program is None or visible in ("", "-1"):
+        return None
+    command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    if visible is not None:
+        command += ["-i", visible.split(",")[0].strip()]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)  # noqa: S603
+        name, _, mebibytes = done.stdout.splitlines()[0].rpartition(",")
+        return name.strip(), float(mebibytes) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def _memory() -> float | None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = CGroups().memory()
+    found = total if limit is None else min(total, limit[0])
+    return float(found) if found > 0 else None
