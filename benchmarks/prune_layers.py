@@ -77,6 +77,8 @@ def _config(files: ModelFiles, config: ModelConfig) -> dict[str, Any]:
         return described
     if config.rope_scaling is not None:
         raise ValueError(f"{files.name}: the rotary scaling of a GGUF file cannot be written to a config.json")
+    if config.architecture != "LlamaForCausalLM":
+        raise SystemExit(f"{config.architecture} is not pruned here; LlamaForCausalLM is")
     return {
         "architectures": [config.architecture],
         "model_type": "llama",
@@ -90,7 +92,7 @@ def _config(files: ModelFiles, config: ModelConfig) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": config.attention_bias,
+        "attention_bias": config.output_bias,
         "mlp_bias": config.mlp_bias,
         "hidden_act": "silu",
         "torch_dtype": config.torch_dtype,

@@ -31,12 +31,15 @@ class TinyLlama:
         return dict(state)
 
 
-def make_llama(*, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> LlamaForCausalLM:
-    """A random `LlamaForCausalLM` in evaluation mode; keyword arguments are LlamaConfig's, over tiny defaults.
+def make_llama(
+    *, dtype: torch.dtype = torch.float32, seed: int = 0, family: str = "Llama", **config: Any
+) -> LlamaForCausalLM:
+    """A random `LlamaForCausalLM`, or Mistral's or Qwen's, in evaluation mode; keyword arguments are those of
+    LlamaConfig and so on, over tiny defaults.
 
     Norms and biases are random too, so that a test notices when one is forgotten.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     values: dict[str, Any] = {
         "vocab_size": 320,
@@ -52,7 +55,8 @@ def make_llama(*, dtype: torch.dtype = torch.float32, seed: int = 0, **config: A
         "eos_token_id": 2,
     }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(values | config))).eval()
+    made_from = getattr(transformers, f"{family}Config")(**(values | config))
+    model: LlamaForCausalLM = getattr(transformers, f"{family}ForCausalLM")(made_from).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -122,16 +126,16 @@ def random_blocks(
 
 
 @functools.cache
-def _tensor_names() -> Any:
+def _tensor_names(arch: str) -> Any:
     import gguf
 
-    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 64)
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 64)
 
 
-def gguf_name(name: str) -> str:
-    """A Llama parameter's name in a GGUF file, from the `gguf` package's own table."""
+def gguf_name(name: str, arch: str = "llama") -> str:
+    """A parameter's name in a GGUF file, from the `gguf` package's own table."""
     stem, suffix = name.rsplit(".", 1)
-    found: str | None = _tensor_names().get_name(stem)
+    found: str | None = _tensor_names(arch).get_name(stem)
     assert found is not None, name
     return f"{found}.{suffix}"
 
@@ -148,6 +152,8 @@ def write_gguf(path: Path, model: LlamaForCausalLM, options: GGUFOptions | None 
 
     options = options or GGUFOptions()
     config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    arch: str = "llama" if config.model_type == "mistral" else config.model_type
     metadata: dict[str, Any] = {
         "llama.vocab_size": config.vocab_size,
         "llama.context_length": config.max_position_embeddings,
@@ -156,17 +162,17 @@ def write_gguf(path: Path, model: LlamaForCausalLM, options: GGUFOptions | None 
         "llama.feed_forward_length": config.intermediate_size,
         "llama.attention.head_count": config.num_attention_heads,
         "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.key_length": config.head_dim,
-        "llama.attention.value_length": config.head_dim,
+        "llama.attention.key_length": head_dim,
+        "llama.attention.value_length": head_dim,
         "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "llama.rope.dimension_count": config.head_dim,
+        "llama.rope.dimension_count": head_dim,
         "llama.rope.freq_base": float(config.rope_parameters["rope_theta"]),
         "tokenizer.ggml.tokens": [f"token{index}" for index in range(config.vocab_size)],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
     }
-    metadata |= options.metadata
-    writer = gguf.GGUFWriter(path, metadata.pop("general.architecture", "llama"))
+    metadata = {key.replace("llama.", f"{arch}.", 1): value for key, value in metadata.items()} | options.metadata
+    writer = gguf.GGUFWriter(path, metadata.pop("general.architecture", arch))
     for key, value in metadata.items():
         if value is None:
             continue
@@ -181,11 +187,11 @@ def write_gguf(path: Path, model: LlamaForCausalLM, options: GGUFOptions | None 
         else:
             writer.add_array(key, value)
     expected: dict[str, torch.Tensor] = {}
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if arch == "llama" else {}
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        theirs = gguf_name(name)
+        theirs = gguf_name(name, arch)
         num_heads = next((count for module, count in heads.items() if f".{module}." in name), None)
         weight = parameter.float().numpy()
         kind = options.quantization.get(theirs, "F32")

@@ -31,6 +31,7 @@ def random_program(
     window: int | None = None,
     softcap: float | None = None,
     bias: bool = False,
+    head_norms: bool = False,
     gate_rows: tuple[int, ...] | None = None,
     max_positions: int = 2048,
 ) -> Program:
@@ -45,8 +46,8 @@ def random_program(
         parts = weight.split(list(segments or (rows,)))
         return Linear(tuple(Dense(part) for part in parts), normal(rows) * 0.2 if bias else None)
 
-    def norm() -> Norm:
-        return Norm(weight=normal(hidden).mul_(0.2).add_(1.0), eps=1e-5)
+    def norm(size: int = hidden) -> Norm:
+        return Norm(weight=normal(size).mul_(0.2).add_(1.0), eps=1e-5)
 
     frequencies = 1.0 / (10000.0 ** (torch.arange(0, head_dim, 2) / head_dim))
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
@@ -54,7 +55,14 @@ def random_program(
     body: list[Op] = []
     for layer in range(layers):
         body += [
-            AttentionInput(layer=layer, norm=norm(), qkv=linear((heads + 2 * kv_heads) * head_dim, hidden), rope=rope),
+            AttentionInput(
+                layer=layer,
+                norm=norm(),
+                qkv=linear((heads + 2 * kv_heads) * head_dim, hidden),
+                rope=rope,
+                q_norm=norm(head_dim) if head_norms else None,
+                k_norm=norm(head_dim) if head_norms else None,
+            ),
             # Larger than usual, so that attention is not nearly uniform.
             PagedAttention(layer=layer, scale=2.0 / math.sqrt(head_dim), window=window, softcap=softcap),
             ProjectResidual(linear(hidden, heads * head_dim)),

@@ -11,8 +11,8 @@ from sol.models.quantization_config import QuantizationConfig
 if TYPE_CHECKING:
     from sol.models.source import ModelFiles
 
-SUPPORTED_ARCHITECTURES: Final = ("LlamaForCausalLM",)
-"""Hugging Face's class names. In GGUF files the same family is called `llama`."""
+SUPPORTED_ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Hugging Face's class names. GGUF files call them `llama` (Llama and Mistral), `qwen2` and `qwen3`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,10 @@ class ModelConfig:
     max_position_embeddings: int
     """The longest sequence, in tokens, as the file says it (linear scaling does not multiply it)."""
     tie_word_embeddings: bool
-    attention_bias: bool
-    """Bias on q, k, v and o."""
+    qkv_bias: bool
+    """Bias on q, k and v."""
+    output_bias: bool
+    """Bias on o."""
     mlp_bias: bool
     """Bias on gate, up and down."""
     torch_dtype: str
@@ -70,6 +72,10 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """From generation_config.json where there is one (Llama 3 lists several), else from config.json or the GGUF."""
+    head_norms: bool = False
+    """Each head of q and k is normed before it is rotated."""
+    windows: tuple[int | None, ...] = ()
+    """Of each layer: how many tokens, itself among them, a token attends to; None: all. Empty: all in all layers."""
     quantization: QuantizationConfig | None = None
     """How the matrices are stored; None: in full precision."""
 
@@ -102,6 +108,11 @@ def _check(config: ModelConfig, origin: str) -> None:
         raise CheckpointError(
             f"{origin}: num_attention_heads ({config.num_attention_heads}) must be a multiple of "
             f"num_key_value_heads ({config.num_key_value_heads})",
+            param="model",
+        )
+    if config.windows and len(config.windows) != config.num_hidden_layers:
+        raise CheckpointError(
+            f"{origin}: {len(config.windows)} layers have a type, the model has {config.num_hidden_layers}",
             param="model",
         )
     scaling = config.rope_scaling

@@ -17,14 +17,14 @@ _POOL: Final = 4_194_301
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter that a Llama checkpoint of this configuration has."""
+    """Name and shape of every parameter that a checkpoint of this configuration has."""
     hidden, head_dim = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     projections = {
-        "self_attn.q_proj": (q_size, hidden, config.attention_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.attention_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.attention_bias),
-        "self_attn.o_proj": (hidden, q_size, config.attention_bias),
+        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, config.output_bias),
         "mlp.gate_proj": (config.intermediate_size, hidden, config.mlp_bias),
         "mlp.up_proj": (config.intermediate_size, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, config.intermediate_size, config.mlp_bias),
@@ -34,6 +34,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{layer}"
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        if config.head_norms:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
         for name, (rows, columns, bias) in projections.items():
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)
             if bias:

@@ -1,4 +1,4 @@
-"""A GGUF file of architecture `llama` as a checkpoint with Hugging Face's names and row order."""
+"""A GGUF file as a checkpoint with Hugging Face's names and row order."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ _LAYER_NAMES: Final = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -43,7 +45,7 @@ _ROPE_FREQS: Final = "rope_freqs.weight"
 
 
 def hugging_face_name(name: str) -> str:
-    """The Hugging Face name of a tensor in a `llama` GGUF file; a name it does not know stays as it is."""
+    """The Hugging Face name of a tensor in a GGUF file; a name it does not know stays as it is."""
     layer = _LAYER.fullmatch(name)
     if layer is not None and layer[2] in _LAYER_NAMES:
         return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
@@ -59,7 +61,9 @@ class GGUFCheckpoint:
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self._file = GGUFFile(path)
         self._names = {hugging_face_name(name): name for name in self._file.tensors if name != _ROPE_FREQS}
-        self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        self._heads: dict[str, int] = {}
+        if config.architecture == "LlamaForCausalLM":  # the others' rows stand as in Hugging Face's checkpoints
+            self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
 
     def names(self) -> frozenset[str]:
         return frozenset(self._names)

@@ -1,4 +1,4 @@
-"""`ModelConfig` from the metadata of a GGUF file of architecture `llama` (keys: docs/gguf.md in ggml)."""
+"""`ModelConfig` from the metadata of a GGUF file (keys: docs/gguf.md in ggml)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sol.models.fields import Fields
 from sol.models.gguf import GGUFFile
 from sol.models.quantization_config import QuantizationConfig
 
-_PREFIX: Final = "llama."
+ARCHITECTURES: Final = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""`general.architecture` → Hugging Face's class name. Mistral's files are `llama`, too: they have no window."""
 _FLOATING: Final = frozenset(("F32", "F16", "BF16"))
 
 _READ: Final = frozenset(
@@ -63,16 +64,18 @@ def read(path: Path) -> ModelConfig:
     """Reads the file's metadata; see `sol.models.config.load_model_config`."""
     file = GGUFFile(path)
     metadata = file.metadata
-    _refuse_unsupported(path, metadata)
-    values = {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
+    prefix = _prefix(path, metadata)
+    _refuse_unsupported(path, metadata, prefix)
+    architecture = ARCHITECTURES[prefix.removesuffix(".")]
+    values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     for key in _UNIFORM:
-        values[key] = _one_for_all_layers(path, key, values.get(key))
-    fields = Fields(values, f"{path}: {_PREFIX}*")
+        values[key] = _one_for_all_layers(f"{path}: {prefix}{key}", values.get(key))
+    fields = Fields(values, f"{path}: {prefix}*")
     num_heads = fields.integer("attention.head_count")
     hidden_size = fields.integer("embedding_length")
     if "attention.key_length" not in values and hidden_size % num_heads:
         raise CheckpointError(
-            f"{path}: {_PREFIX}embedding_length ({hidden_size}) must be a multiple of attention.head_count "
+            f"{path}: {prefix}embedding_length ({hidden_size}) must be a multiple of attention.head_count "
             f"({num_heads}) where attention.key_length is not given",
             param="model",
         )
@@ -80,19 +83,19 @@ def read(path: Path) -> ModelConfig:
     for key in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(key, head_dim) != head_dim:
             raise UnsupportedModelError(
-                f"{path}: {_PREFIX}{key} is {values[key]}; supported is the head's whole width, {head_dim}",
+                f"{path}: {prefix}{key} is {values[key]}; supported is the head's whole width, {head_dim}",
                 param="model",
             )
     num_layers = fields.integer("block_count")
     layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if num_layers != len(layers):
         raise CheckpointError(
-            f"{path}: {_PREFIX}block_count says {num_layers} layers, the tensors are of {len(layers)}", param="model"
+            f"{path}: {prefix}block_count says {num_layers} layers, the tensors are of {len(layers)}", param="model"
         )
-    vocab_size = _vocab_size(file, fields)
+    vocab_size = _vocab_size(file, fields, prefix)
     tokens = Fields(metadata, str(path))
     return ModelConfig(
-        architecture="LlamaForCausalLM",
+        architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("feed_forward_length"),
@@ -102,11 +105,13 @@ def read(path: Path) -> ModelConfig:
         head_dim=head_dim,
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         rope_theta=fields.number("rope.freq_base", 10000.0),
-        rope_scaling=_rope_scaling(file, fields),
+        rope_scaling=_rope_scaling(file, fields, prefix),
         max_position_embeddings=fields.integer("context_length"),
         tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias=_has_bias(file, "attn_(q|k|v|output)"),
+        qkv_bias=_has_bias(file, "attn_(q|k|v)"),
+        output_bias=_has_bias(file, "attn_output"),
         mlp_bias=_has_bias(file, "ffn_(gate|up|down)"),
+        head_norms=architecture == "Qwen3ForCausalLM",
         torch_dtype=_dtype(file),
         quantization=QuantizationConfig(method="gguf") if _types(file) - _FLOATING else None,
         bos_token_id=next(iter(tokens.token_ids("tokenizer.ggml.bos_token_id", vocab_size)), None),
@@ -114,11 +119,20 @@ def read(path: Path) -> ModelConfig:
     )
 
 
-def _refuse_unsupported(path: Path, metadata: dict[str, Any]) -> None:
-    for key, supported in (("general.architecture", "llama"), ("general.type", "model")):
-        value = metadata.get(key, "model" if key == "general.type" else None)
-        if value != supported:
-            raise UnsupportedModelError(f"{path}: {key} is {value!r}; supported is {supported}", param="model")
+def _prefix(path: Path, metadata: dict[str, Any]) -> str:
+    """What the model's own keys begin with."""
+    value = metadata.get("general.architecture")
+    if not isinstance(value, str) or value not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{path}: general.architecture is {value!r}; supported is {', '.join(ARCHITECTURES)}", param="model"
+        )
+    return f"{value}."
+
+
+def _refuse_unsupported(path: Path, metadata: dict[str, Any], prefix: str) -> None:
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise UnsupportedModelError(f"{path}: general.type is {kind!r}; supported is model", param="model")
     if metadata.get("split.count", 1) not in (0, 1):
         raise UnsupportedModelError(
             f"{path} is one of {metadata['split.count']} pieces of a model; supported is a single file: join them "
@@ -126,9 +140,9 @@ def _refuse_unsupported(path: Path, metadata: dict[str, Any]) -> None:
             param="model",
         )
     for key, value in metadata.items():
-        if not key.startswith(_PREFIX):
+        if not key.startswith(prefix):
             continue
-        name = key.removeprefix(_PREFIX)
+        name = key.removeprefix(prefix)
         if name in _NEUTRAL and value in _NEUTRAL[name]:
             continue
         if name in _NEUTRAL:
@@ -142,24 +156,24 @@ def _refuse_unsupported(path: Path, metadata: dict[str, Any]) -> None:
             )
 
 
-def _one_for_all_layers(path: Path, key: str, value: Any) -> Any:
+def _one_for_all_layers(key: str, value: Any) -> Any:
     if not isinstance(value, list):
         return value
     if len(set(map(repr, value))) != 1:
         raise UnsupportedModelError(
-            f"{path}: {_PREFIX}{key} differs between layers ({value}); supported is one value for all", param="model"
+            f"{key} differs between layers ({value}); supported is one value for all", param="model"
         )
     return value[0]
 
 
-def _vocab_size(file: GGUFFile, fields: Fields) -> int:
+def _vocab_size(file: GGUFFile, fields: Fields, prefix: str) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path} has no tensor token_embd.weight", param="model")
     rows = embedding.shape[0]
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     for what, count in (
-        (f"{_PREFIX}vocab_size says", fields.integer("vocab_size", rows)),
+        (f"{prefix}vocab_size says", fields.integer("vocab_size", rows)),
         ("tokenizer.ggml.tokens has", len(tokens) if isinstance(tokens, list) else rows),
     ):
         if count != rows:
@@ -169,14 +183,14 @@ def _vocab_size(file: GGUFFile, fields: Fields) -> int:
     return rows
 
 
-def _rope_scaling(file: GGUFFile, fields: Fields) -> LinearRopeScaling | RopeFactors | None:
+def _rope_scaling(file: GGUFFile, fields: Fields, prefix: str) -> LinearRopeScaling | RopeFactors | None:
     linear: LinearRopeScaling | None = None
     kind = fields.string("rope.scaling.type", "none")
     if kind == "linear":
         linear = LinearRopeScaling(factor=fields.number("rope.scaling.factor"))
     elif kind != "none":
         raise UnsupportedModelError(
-            f"{file.path}: {_PREFIX}rope.scaling.type is {kind!r}; supported are none, linear, and Llama 3's factors "
+            f"{file.path}: {prefix}rope.scaling.type is {kind!r}; supported are none, linear, and Llama 3's factors "
             "in the tensor rope_freqs.weight",
             param="model",
         )

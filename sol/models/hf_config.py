@@ -1,10 +1,12 @@
 """`ModelConfig` from Hugging Face's config.json and generation_config.json.
 
-Defaults are those of transformers' LlamaConfig, so a file that leaves a value out means here what it means there.
+Defaults are those of transformers' LlamaConfig, MistralConfig …, so a file that leaves a value out means here what it
+means there.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 from safetensors import SafetensorError, safe_open
@@ -19,9 +21,36 @@ _DTYPES: Final = ("float32", "float16", "bfloat16")
 _SAFETENSORS_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ROPE_TYPES: Final = ("default", "linear", "llama3")
 
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What an architecture's configuration class of transformers leaves to its defaults, or to its code."""
+
+    num_key_value_heads: int | None
+    """None: as many as attention heads."""
+    max_position_embeddings: int
+    head_dim: int | None = None
+    """None: hidden_size / num_attention_heads."""
+    qkv_bias: bool | None = None
+    """None: `attention_bias` says it, of q, k, v and o."""
+    head_norms: bool = False
+    windows: str | None = None
+    """"all": `sliding_window` is of all layers; "upper": of the layers from `max_window_layers` on, if
+    `use_sliding_window`."""
+
+
+_FAMILIES: Final = {
+    "LlamaForCausalLM": _Family(None, 2048),
+    "MistralForCausalLM": _Family(8, 4096 * 32, qkv_bias=False, windows="all"),
+    "Qwen2ForCausalLM": _Family(32, 32768, qkv_bias=True, windows="upper"),
+    "Qwen3ForCausalLM": _Family(32, 32768, head_dim=128, head_norms=True, windows="upper"),
+}
+_BY_MODEL_TYPE: Final = {name.removesuffix("ForCausalLM").lower(): name for name in _FAMILIES}
+_WINDOW: Final = 4096
+"""Where `sliding_window` is left out"""
+
 _REFUSED: Final = {
     "compression_config": "weights quantised by an early version of compressed-tensors",
-    "sliding_window": "sliding-window attention",
     "attention_chunk_size": "chunked attention",
     "num_local_experts": "a mixture of experts",
     "num_experts": "a mixture of experts",
@@ -34,10 +63,12 @@ def read(files: ModelFiles) -> ModelConfig:
     """Reads `files.config`; see `sol.models.config.load_model_config`."""
     assert files.config is not None
     fields = Fields(read_json_object(files.config), str(files.config))
-    _refuse_unsupported(fields)
-    num_heads = fields.integer("num_attention_heads")
+    architecture = _architecture(fields)
+    family = _FAMILIES[architecture]
+    _refuse_unsupported(fields, family)
+    num_heads, num_layers = fields.integer("num_attention_heads"), fields.integer("num_hidden_layers")
     hidden_size = fields.integer("hidden_size")
-    if fields.values.get("head_dim") is None and hidden_size % num_heads:
+    if fields.values.get("head_dim") is None and family.head_dim is None and hidden_size % num_heads:
         raise CheckpointError(
             f"{fields.origin}: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads}) "
             "where head_dim is not given",
@@ -46,22 +77,26 @@ def read(files: ModelFiles) -> ModelConfig:
     vocab_size = fields.integer("vocab_size")
     theta, scaling = _rope(fields)
     quantized = fields.values.get("quantization_config")
+    attention_bias = fields.boolean("attention_bias", False) if family.qkv_bias is None else False
     return ModelConfig(
-        architecture="LlamaForCausalLM",
+        architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers"),
+        num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
-        num_key_value_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", hidden_size // num_heads),
+        num_key_value_heads=fields.integer("num_key_value_heads", family.num_key_value_heads or num_heads),
+        head_dim=fields.integer("head_dim", family.head_dim or hidden_size // num_heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+        max_position_embeddings=fields.integer("max_position_embeddings", family.max_position_embeddings),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-        attention_bias=fields.boolean("attention_bias", False),
-        mlp_bias=fields.boolean("mlp_bias", False),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=attention_bias,
+        mlp_bias=fields.boolean("mlp_bias", False) if architecture == "LlamaForCausalLM" else False,
+        head_norms=family.head_norms,
+        windows=_windows(fields, family, num_layers),
         torch_dtype=_dtype(fields, files),
         bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
         eos_token_ids=_eos_token_ids(fields, files, vocab_size),
@@ -69,18 +104,24 @@ def read(files: ModelFiles) -> ModelConfig:
     )
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _architecture(fields: Fields) -> str:
     values = fields.values
     architectures = values.get("architectures")
-    if architectures is None and values.get("model_type") == "llama":
-        architectures = ["LlamaForCausalLM"]
-    known = isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in SUPPORTED_ARCHITECTURES
-    if not known:
+    model_type = values.get("model_type")
+    if architectures is None and isinstance(model_type, str) and model_type in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[model_type]
+    if not (isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in _FAMILIES):
         named = architectures if architectures is not None else f"none (model_type {values.get('model_type')!r})"
         raise UnsupportedModelError(
             f"{fields.origin}: architectures is {named}; supported is {', '.join(SUPPORTED_ARCHITECTURES)}",
             param="model",
         )
+    found: str = architectures[0]
+    return found
+
+
+def _refuse_unsupported(fields: Fields, family: _Family) -> None:
+    values = fields.values
     auto_map = values.get("auto_map")
     if auto_map:
         raise _unsupported(fields, "auto_map", auto_map, "models whose code is built in; none is run from a checkpoint")
@@ -89,9 +130,29 @@ def _refuse_unsupported(fields: Fields) -> None:
             raise UnsupportedModelError(
                 f"{fields.origin}: {key} asks for {meaning}, which Sol does not support", param="model"
             )
+    if family.windows is None and values.get("sliding_window"):
+        raise _unsupported(fields, "sliding_window", values["sliding_window"], "null for this architecture")
     activation = fields.string("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise _unsupported(fields, "hidden_act", activation, "silu")
+
+
+def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+    values = fields.values
+    if family.windows == "all":
+        if "sliding_window" in values and values["sliding_window"] is None:
+            return ()
+        return (fields.integer("sliding_window", _WINDOW),) * num_layers
+    if family.windows is None or not fields.boolean("use_sliding_window", False):
+        return ()
+    window = fields.integer("sliding_window", _WINDOW)
+    types = values.get("layer_types")
+    if types is None:
+        first = fields.integer("max_window_layers", 28)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(types, list) or not all(kind in ("full_attention", "sliding_attention") for kind in types):
+        raise fields.error("layer_types", types, "a list of full_attention and sliding_attention")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _unsupported(fields: Fields, key: str, value: Any, supported: str) -> UnsupportedModelError:

@@ -1,4 +1,8 @@
-"""The Llama family: pre-norm decoder layers, grouped-query attention, RoPE, SwiGLU (Llama 1 to 3.x, SmolLM2 …)."""
+"""The Llama family: pre-norm decoder layers, grouped-query attention, RoPE, SwiGLU.
+
+Llama 1 to 3.x, SmolLM2 and their like; Mistral (windows), Qwen2 (biases on q, k and v), Qwen3 (norms of heads). What
+sets them apart is in `ModelConfig`.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +40,14 @@ def build(config: ModelConfig, weights: WeightLoader, max_positions: int) -> Pro
                         (f"{attention}.v_proj", kv_rows),
                     ],
                     hidden,
-                    bias=config.attention_bias,
+                    bias=config.qkv_bias,
                 ),
                 rope=rope,
+                q_norm=weights.norm(f"{attention}.q_norm", head_dim, eps) if config.head_norms else None,
+                k_norm=weights.norm(f"{attention}.k_norm", head_dim, eps) if config.head_norms else None,
             ),
-            PagedAttention(layer=layer, scale=head_dim**-0.5),
-            ProjectResidual(weights.linear([(f"{attention}.o_proj", hidden)], q_rows, bias=config.attention_bias)),
+            PagedAttention(layer=layer, scale=head_dim**-0.5, window=config.windows[layer] if config.windows else None),
+            ProjectResidual(weights.linear([(f"{attention}.o_proj", hidden)], q_rows, bias=config.output_bias)),
             MlpInput(
                 norm=weights.norm(f"{prefix}.post_attention_layernorm", hidden, eps),
                 gate_up=weights.linear(

@@ -17,7 +17,9 @@ from sol.progress import Progress
 
 Builder = Callable[[ModelConfig, WeightLoader, int], Program]
 
-ARCHITECTURES: Final[dict[str, Builder]] = {"LlamaForCausalLM": llama.build}
+ARCHITECTURES: Final[dict[str, Builder]] = dict.fromkeys(
+    ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), llama.build
+)
 """Hugging Face's class name → what builds its program; `sol.models.config` refuses any other."""
 
 

@@ -3,7 +3,7 @@
 A model emits its list once; everything that computes it walks that same list (`run` here, one op at a time). The
 five ops of a decoder layer, in the order in which data goes through them:
 
-    AttentionInput   residual → q          norm, q/k/v projection, RoPE, write of k and v to the cache
+    AttentionInput   residual → q          norm, q/k/v projection, norms of heads, RoPE, write of k and v to the cache
     PagedAttention   q → a
     ProjectResidual  a → residual          output projection, added to the residual
     MlpInput         residual → h          norm, gate/up projection, SiLU(gate) · up
@@ -29,6 +29,10 @@ class AttentionInput:
     qkv: Linear
     """Rows: all query heads, then all key heads, then all value heads."""
     rope: Rope
+    q_norm: Norm | None = None
+    """Of each query head [head_dim], before it is rotated (Qwen3, Gemma 3)"""
+    k_norm: Norm | None = None
+    """The same of key heads"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,9 @@ class Program:
         for op in self.body:
             if isinstance(op, (AttentionInput, MlpInput)):
                 add(op.norm.weight)
+            if isinstance(op, AttentionInput):
+                for norm in (op.q_norm, op.k_norm):
+                    add(None if norm is None else norm.weight)
         for linear in self.linears():
             add(linear.bias)
             for segment in linear.segments:

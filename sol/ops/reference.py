@@ -77,7 +77,10 @@ class ReferenceOps:
     def attention_input(self, residual: torch.Tensor, op: AttentionInput, plan: ReferencePlan) -> torch.Tensor:
         heads, kv_heads = plan.num_heads, plan.num_kv_heads
         qkv = _linear(_rms_norm(residual, op.norm), op.qkv).view(-1, heads + 2 * kv_heads, plan.head_dim)
-        qk = _rotate(qkv[:, : heads + kv_heads], plan.cos, plan.sin)
+        qk = qkv[:, : heads + kv_heads]
+        if op.q_norm is not None and op.k_norm is not None:
+            qk = torch.cat([_rms_norm(qk[:, :heads], op.q_norm), _rms_norm(qk[:, heads:], op.k_norm)], dim=1)
+        qk = _rotate(qk, plan.cos, plan.sin)
         keys, values = plan.layers[op.layer]
         keys.flatten(0, 1).index_copy_(0, plan.slot_mapping, qk[:, heads:])
         values.flatten(0, 1).index_copy_(0, plan.slot_mapping, qkv[:, heads + kv_heads :])

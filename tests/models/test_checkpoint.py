@@ -140,6 +140,16 @@ def test_gguf_holds_what_was_written(
             assert torch.equal(expected[name], weight), name
 
 
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_gguf_of_families_whose_rows_stay(tmp_path: Path, family: str) -> None:
+    model = make_llama(family=family)
+    path = tmp_path / "tiny.gguf"
+    expected = write_gguf(path, model)
+    assert_holds(resolve(str(path)), expected)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(expected[name], weight), name
+
+
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1"])
 def test_gguf_blocks_with_permuted_rows(tmp_path: Path, kind: str) -> None:
     model = make_llama(hidden_size=512, tie_word_embeddings=True)
@@ -182,12 +192,12 @@ def test_loading_leaves_the_file_s_bytes_alone(tmp_path: Path) -> None:
 
 
 def test_unknown_gguf_tensors_keep_their_names_and_rope_freqs_is_none(tmp_path: Path) -> None:
-    extra = {"rope_freqs.weight": np.ones(8, np.float32), "blk.0.attn_q_norm.weight": np.ones(16, np.float32)}
+    extra = {"rope_freqs.weight": np.ones(8, np.float32), "blk.0.attn_sinks.weight": np.ones(16, np.float32)}
     extra["output.scale"] = np.ones(1, np.float32)
     path = tmp_path / "tiny.gguf"
     expected = write_gguf(path, make_llama(), GGUFOptions(tensors=extra))
     names = open_checkpoint(resolve(str(path))).names()
-    assert names == expected.keys() | {"blk.0.attn_q_norm.weight", "output.scale"}
+    assert names == expected.keys() | {"blk.0.attn_sinks.weight", "output.scale"}
 
 
 def test_gguf_rows_that_heads_cannot_share(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def test_gguf(tmp_path: Path) -> None:
         rope_scaling=None,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        attention_bias=False,
+        qkv_bias=False,
+        output_bias=False,
         mlp_bias=False,
         torch_dtype="float32",
         bos_token_id=1,
@@ -45,9 +46,18 @@ def test_gguf(tmp_path: Path) -> None:
 
 def test_gguf_biases_and_untied_head(tmp_path: Path) -> None:
     config = read_gguf(tmp_path, attention_bias=True, mlp_bias=True)
-    assert config.attention_bias
+    assert config.qkv_bias
+    assert config.output_bias
     assert config.mlp_bias
     assert not config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_gguf_of_other_families(tmp_path: Path, family: str) -> None:
+    config = read_gguf(tmp_path, family=family)
+    assert config.architecture == f"{family}ForCausalLM"
+    assert (config.qkv_bias, config.output_bias) == (family == "Qwen2", False)
+    assert config.head_norms == (family == "Qwen3")
 
 
 def test_gguf_least_metadata(tmp_path: Path) -> None:
@@ -118,7 +128,7 @@ def test_gguf_values_that_change_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general.architecture": "qwen2"}, "general.architecture is 'qwen2'; supported is llama"),
+        ({"general.architecture": "gpt2"}, "general.architecture is 'gpt2'; supported is llama"),
         ({"general.type": "adapter"}, "general.type is 'adapter'; supported is model"),
         ({"split.count": 3}, "one of 3 pieces of a model.*llama-gguf-split --merge"),
         ({"llama.expert_count": 8}, "llama.expert_count is 8; supported is 0"),

@@ -1,4 +1,4 @@
-"""The Llama program on the reference ops, against transformers: float32, logits within 1e-4."""
+"""The programs of the Llama family on the reference ops, against transformers: float32, logits within 1e-4."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no grouping": {"num_key_value_heads": 4},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "wide heads": {"head_dim": 32},
+    "mistral": {"family": "Mistral", "sliding_window": 7},
+    "mistral without window": {"family": "Mistral", "sliding_window": None},
+    "qwen2": {"family": "Qwen2", "tie_word_embeddings": True},
+    "qwen2, windows": {"family": "Qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "qwen3": {"family": "Qwen3"},
+    "qwen3, biases": {"family": "Qwen3", "attention_bias": True},
 }
 BLOCK_SIZE = 4
 TOLERANCE = 1e-4
@@ -149,7 +155,12 @@ def test_lower_precisions_stay_close(tiny_llama: Callable[..., TinyLlama]) -> No
 
 
 def test_every_weight_of_a_dummy_checkpoint_is_used(tiny_llama: Callable[..., TinyLlama]) -> None:
-    for options in ({"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}):
+    for options in (
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"family": "Qwen2"},
+        {"family": "Qwen3"},
+    ):
         config = load_model_config(resolve(str(tiny_llama(**options).directory), progress=False))
         program = load_program(config, DummyCheckpoint(config), dtype=torch.bfloat16, max_positions=8)
         assert program.weight_bytes == 2 * sum(math.prod(shape) for shape in parameter_shapes(config).values())

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from tiny_models import TinyLlama, save_llama
 
@@ -61,7 +62,8 @@ def test_what_transformers_saves(tiny_llama: Callable[..., TinyLlama]) -> None:
         rope_scaling=None,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        attention_bias=True,
+        qkv_bias=True,
+        output_bias=True,
         mlp_bias=False,
         torch_dtype="float32",
         bos_token_id=1,
@@ -79,12 +81,41 @@ def test_defaults_are_llama_config_s(tmp_path: Path) -> None:
     from transformers import LlamaConfig
 
     config, theirs = read(tmp_path, SMALLEST), LlamaConfig(**SMALLEST)
-    for key in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias"):
+    for key in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "mlp_bias"):
         assert getattr(config, key) == getattr(theirs, key), key
+    assert config.qkv_bias == config.output_bias == theirs.attention_bias
     assert config.rope_theta == theirs.rope_parameters["rope_theta"]
     assert (config.num_key_value_heads, config.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
     assert config.rope_scaling is None
     assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
+def test_defaults_of_other_families(tmp_path: Path, family: str) -> None:
+    given = {"num_attention_heads": 32, "hidden_size": 256} | {"architectures": [f"{family}ForCausalLM"]}
+    config = read(tmp_path, SMALLEST | given)
+    theirs = getattr(transformers, f"{family}Config")(**(SMALLEST | given))
+    for key in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "num_key_value_heads"):
+        assert getattr(config, key) == getattr(theirs, key), key
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or 256 // 32)
+    assert config.windows == (() if family != "Mistral" else (theirs.sliding_window,) * theirs.num_hidden_layers)
+    assert config.architecture == f"{family}ForCausalLM"
+
+
+def test_windows(tmp_path: Path) -> None:
+    mistral = SMALLEST | {"architectures": ["MistralForCausalLM"]}
+    qwen2 = SMALLEST | {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 3, "sliding_window": 8}
+    qwen2 |= {"num_key_value_heads": 1}
+    mistral |= {"num_key_value_heads": 1}
+    assert read(tmp_path, mistral | {"sliding_window": None}).windows == ()
+    assert read(tmp_path, qwen2 | {"max_window_layers": 1}).windows == ()
+    used = qwen2 | {"use_sliding_window": True}
+    assert read(tmp_path, used | {"max_window_layers": 1}).windows == (None, 8, 8)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert read(tmp_path, used | {"layer_types": types}).windows == (8, None, 8)
+    for wrong, message in ((types[:2], "2 layers have a type"), (["chunked"] * 3, "layer_types")):
+        with pytest.raises(CheckpointError, match=message):
+            read(tmp_path, used | {"layer_types": wrong})
 
 
 def test_model_type_alone_will_do(tmp_path: Path) -> None:
@@ -167,15 +198,15 @@ def test_dtype_where_no_weight_has_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, r"architectures is \['MistralForCausalLM'\]; supported is Llama"),
+        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures is \['GPT2LMHeadModel'\]; supported is Llama"),
         ({"architectures": ["LlamaForCausalLM", "Other"]}, "architectures is"),
-        ({"architectures": None, "model_type": "qwen2"}, "none .model_type 'qwen2'.; supported is LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "gpt2"}, "none .model_type 'gpt2'.; supported is LlamaForCausalLM"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is"),
         ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map is"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is silu"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method is 'bitsandbytes'; supported is awq"),
         ({"compression_config": {"format": "x"}}, "compression_config asks for weights quantised by an early version"),
-        ({"sliding_window": 4096}, "sliding_window asks for"),
+        ({"sliding_window": 4096}, "sliding_window is 4096; supported is null"),
         ({"num_local_experts": 8}, "num_local_experts asks for a mixture of experts"),
         ({"torch_dtype": "float64"}, "torch_dtype is 'float64'; supported is float32, float16, bfloat16"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling: rope_type is 'yarn'; supported is default"),

@@ -174,6 +174,8 @@ class CpuExecutor:
                     linear=self._linear(op.qkv),
                     rope_cos=self._floats(op.rope.cos),
                     rope_sin=self._floats(op.rope.sin),
+                    q_norm=self._norm(op.q_norm),
+                    k_norm=self._norm(op.k_norm),
                 )
             case PagedAttention():
                 return abi.SolOp(
@@ -188,7 +190,9 @@ class CpuExecutor:
             case MlpInput():
                 return abi.SolOp(kind=OpKind.MLP_INPUT, norm=self._norm(op.norm), linear=self._linear(op.gate_up))
 
-    def _norm(self, norm: Norm) -> abi.SolNorm:
+    def _norm(self, norm: Norm | None) -> abi.SolNorm:
+        if norm is None:
+            return abi.SolNorm()
         return abi.SolNorm(weight=self._floats(norm.weight), eps=norm.eps, offset=0.0)
 
     def _linear(self, linear: Linear) -> abi.SolLinear:

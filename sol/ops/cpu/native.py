@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sol.ops.weights import Packed
 
-ABI_VERSION: Final = 2
+ABI_VERSION: Final = 3
 LIBRARY: Final = Path(__file__).with_name("_native.so")
 OVERRIDE: Final = "SOL_CPU_LIBRARY"
 """An environment variable for developers: another build of the library, e.g. an instrumented one."""
@@ -122,6 +122,8 @@ class SolOp(ctypes.Structure):
         ("softcap", c_float),
         ("window", c_int32),
         ("reserved", c_int32),
+        ("q_norm", SolNorm),
+        ("k_norm", SolNorm),
     )
 
 

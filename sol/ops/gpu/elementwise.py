@@ -42,6 +42,27 @@ def _rms_norm_kernel(x, weight, out, stride, eps, SIZE: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
+def _head_norm_kernel(
+    qkv, q_weight, k_weight, stride, q_eps, k_eps,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    place = qkv + tl.program_id(0).to(tl.int64) * stride + head * SIZE + column
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if head < HEADS:
+        scale, eps = tl.load(q_weight + column, mask=column < SIZE, other=0.0), q_eps
+    else:
+        scale, eps = tl.load(k_weight + column, mask=column < SIZE, other=0.0), k_eps
+    value = tl.load(place, mask=column < SIZE, other=0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+    value = value.to(qkv.dtype.element_ty).to(tl.float32) * scale.to(tl.float32)
+    tl.store(place, value.to(qkv.dtype.element_ty), mask=column < SIZE)
+
+
+@triton.jit
 def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -106,6 +127,16 @@ def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
         num_warps=max(1, min(16, block // 512)), **pdl_options(x.device),
     )  # fmt: skip
     return out
+
+
+def head_norms(qkv: torch.Tensor, heads: tuple[int, int, int], q_norm: Norm, k_norm: Norm) -> None:
+    """Norms each query and key head of qkv [T, all heads · E] in place; heads: query, key/value heads, E."""
+    query_heads, kv_heads, size = heads
+    block = triton.next_power_of_2(size)
+    _head_norm_kernel[(qkv.shape[0], query_heads + kv_heads)](
+        qkv, q_norm.weight, k_norm.weight, qkv.stride(0), q_norm.eps, k_norm.eps,
+        HEADS=query_heads, SIZE=size, BLOCK=block, num_warps=max(1, min(4, block // 128)), **pdl_options(qkv.device),
+    )  # fmt: skip
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -84,13 +84,16 @@ class GpuOps:
         }
         tokens = residual.shape[0]
         q = torch.empty(tokens, heads, size, dtype=residual.dtype, device=residual.device)
-        weight = self._fused(tokens, op.qkv)
+        # Norms of heads stand between projection and rotation.
+        weight = self._fused(tokens, op.qkv) if op.q_norm is None else None
         if weight is not None:
             bias = op.qkv.bias
             x = self._normed(residual, op.norm)
             linear.linear_rope(x, weight, q, self._counters, heads=plan.heads, rope=tensors, bias=bias)
         else:
             qkv = self._linear(elementwise.rms_norm(residual, op.norm), op.qkv)
+            if op.q_norm is not None and op.k_norm is not None:
+                elementwise.head_norms(qkv, plan.heads, op.q_norm, op.k_norm)
             elementwise.rope(qkv, q, plan.heads, tensors)
         return q
 

@@ -36,6 +36,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "odd sizes": {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 12,
                   "intermediate_size": 50, "vocab_size": 323},
+    "mistral": {"family": "Mistral", "sliding_window": 7},
+    "qwen2": {"family": "Qwen2"},
+    "qwen3": {"family": "Qwen3"},
 }  # fmt: skip
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 K_KINDS = ("Q4_K", "Q5_K", "Q6_K")

@@ -77,6 +77,15 @@ def test_gate_and_up_in_segments_of_any_size(gate_rows: tuple[int, ...], isa: Is
     torch.testing.assert_close(found, prompt_and_decode(reference(program)), atol=2e-4, rtol=0)
 
 
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("head_dim", [6, 16, 72, 128])
+def test_norms_of_heads(head_dim: int, isa: Isa) -> None:
+    program = random_program(head_dim=head_dim, head_norms=True)
+    with cpu_executor(packed(program, isa=isa), isa=isa, num_threads=2) as executor:
+        found = prompt_and_decode(executor)
+    torch.testing.assert_close(found, prompt_and_decode(reference(program)), atol=2e-4, rtol=0)
+
+
 @pytest.mark.parametrize("intermediate", [1, 7, 40, 90])
 def test_odd_intermediate_sizes(intermediate: int) -> None:
     program = random_program(intermediate=intermediate, hidden=35)

@@ -27,7 +27,14 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_program(shape: Shape, *, layers: int, dtype: torch.dtype = torch.float32, biased: bool = False) -> Program:
+def make_program(
+    shape: Shape,
+    *,
+    layers: int,
+    dtype: torch.dtype = torch.float32,
+    biased: bool = False,
+    head_norms: bool = False,
+) -> Program:
     angles = torch.outer(torch.arange(MAX_POSITIONS).float(), 0.7 ** torch.arange(shape.size // 2).float())
     rope = Rope(cos=angles.cos(), sin=angles.sin())
 
@@ -35,15 +42,22 @@ def make_program(shape: Shape, *, layers: int, dtype: torch.dtype = torch.float3
         bias = normal(rows, seed=seed + 1000).to(dtype) if biased else None
         return Linear((Dense((normal(rows, columns, seed=seed) * columns**-0.5).to(dtype)),), bias)
 
-    def norm(seed: int) -> Norm:
-        return Norm((1 + 0.2 * normal(shape.hidden, seed=seed)).to(dtype), 1e-5)
+    def norm(seed: int, size: int = shape.hidden) -> Norm:
+        return Norm((1 + 0.2 * normal(size, seed=seed)).to(dtype), 1e-5)
 
     body: list[Op] = []
     for layer in range(layers):
         seed = 10 * layer
         qkv_rows = (shape.heads + 2 * shape.kv_heads) * shape.size
         body += [
-            AttentionInput(layer=layer, norm=norm(seed), qkv=matrix(qkv_rows, shape.hidden, seed + 1), rope=rope),
+            AttentionInput(
+                layer=layer,
+                norm=norm(seed),
+                qkv=matrix(qkv_rows, shape.hidden, seed + 1),
+                rope=rope,
+                q_norm=norm(seed + 6, shape.size) if head_norms else None,
+                k_norm=norm(seed + 7, shape.size) if head_norms else None,
+            ),
             PagedAttention(layer=layer, scale=shape.size**-0.5),
             ProjectResidual(matrix(shape.hidden, shape.heads * shape.size, seed + 2)),
             MlpInput(norm=norm(seed + 3), gate_up=matrix(2 * shape.intermediate, shape.hidden, seed + 4)),

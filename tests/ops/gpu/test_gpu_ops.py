@@ -191,10 +191,10 @@ def test_attention_does_not_look_at_other_slots() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 70])
-@pytest.mark.parametrize("biased", [False, True])
-def test_attention_input(tokens: int, biased: bool) -> None:
+@pytest.mark.parametrize(("biased", "head_norms"), [(False, False), (True, False), (False, True), (True, True)])
+def test_attention_input(tokens: int, biased: bool, head_norms: bool) -> None:
     shape = SHAPES["three to a head"]
-    op = make_program(shape, layers=1, biased=biased).body[0]
+    op = make_program(shape, layers=1, biased=biased, head_norms=head_norms).body[0]
     assert isinstance(op, AttentionInput)
     program = make_program(shape, layers=1)
     batch, cache = make_batch(shape, [tokens], [tokens + 3])

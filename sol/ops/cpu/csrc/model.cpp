@@ -167,6 +167,11 @@ int32_t open_ops(const SolModelDesc& desc, SolModel* model) {
                 }
                 out.rope_cos = op.rope_cos;
                 out.rope_sin = op.rope_sin;
+                for (const SolNorm* norm : {&op.q_norm, &op.k_norm}) {
+                    if (norm->weight != nullptr && (code = check_norm(*norm, what))) return code;
+                }
+                out.q_norm = op.q_norm;
+                out.k_norm = op.k_norm;
                 code = open_linear(*model, op.linear, what, qkv, model->hidden_size, &out.linear);
                 break;
             case SOL_OP_PAGED_ATTENTION:

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 #define SOL_API __attribute__((visibility("default")))
-#define SOL_ABI_VERSION 2
+#define SOL_ABI_VERSION 3
 
 enum { SOL_OK = 0, SOL_E_ARGUMENT = -1, SOL_E_MEMORY = -2, SOL_E_UNSUPPORTED = -3, SOL_E_DATA = -4 };
 
@@ -101,6 +101,8 @@ typedef struct {
     float softcap;        /* PAGED_ATTENTION; 0: none */
     int32_t window;       /* PAGED_ATTENTION; 0: none */
     int32_t reserved;
+    SolNorm q_norm;       /* ATTENTION_INPUT: of each head before it is rotated, weight [head_dim]; null weight: none */
+    SolNorm k_norm;
 } SolOp;
 
 typedef struct SolModel SolModel;

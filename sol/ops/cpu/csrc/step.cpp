@@ -242,7 +242,9 @@ class StepWalk {
 
     uint8_t* layer(const Op& op) const { return m_.kv_cache + op.layer * m_.layer_nbytes; }
 
-    void rotate(float* x, int64_t token) const {
+    // One head of a query or a key, in place.
+    void rotate(float* x, int64_t token, const SolNorm& norm) const {
+        if (norm.weight != nullptr) k_.rms_norm(x, norm.weight, norm.eps, norm.offset, m_.head_dim, x);
         const int64_t at = batch_.positions[token] * (m_.head_dim / 2);
         k_.rope(x, input_->rope_cos + at, input_->rope_sin + at, m_.head_dim);
     }
@@ -252,7 +254,7 @@ class StepWalk {
         const float* key = row + (m_.num_heads + kv_head) * m_.head_dim;
         const float* value = key + m_.num_kv_heads * m_.head_dim;
         memcpy(local_.key, key, (size_t)m_.head_dim * sizeof(float));
-        rotate(local_.key, token);
+        rotate(local_.key, token, input_->k_norm);
         const int64_t slot = batch_.slot_mapping[token];
         uint8_t* head = layer(op) + slot / m_.kv.block_size * m_.kv.block_nbytes + kv_head * m_.kv.head_nbytes;
         k_.attention->write_kv(m_.kv, head, (int32_t)(slot % m_.kv.block_size), local_.key, value);
@@ -299,7 +301,7 @@ class StepWalk {
                 float* query = local_.query + i * m_.head_dim;
                 memcpy(query, query_row(m_.qkv, m_.num_heads + 2 * m_.num_kv_heads, start, task, row + i),
                        (size_t)m_.head_dim * sizeof(float));
-                rotate(query, start + (row + i) / group);
+                rotate(query, start + (row + i) / group, input_->q_norm);
             }
             AttentionState state = local_.state;
             if (task.split >= 0) {

@@ -86,6 +86,8 @@ struct Op {
     float scale;
     float softcap;
     int32_t window;
+    SolNorm q_norm;  // null weight: none
+    SolNorm k_norm;
 };
 
 // Attention of one request's rows [row_begin, row_end) of one key/value head over some segments. Row r is query head
