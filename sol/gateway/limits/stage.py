@@ -21,7 +21,7 @@ from sol.gateway.limits.estimate import Estimates, choices, prompt_size
 from sol.gateway.limits.failover import FailoverLedger
 from sol.gateway.limits.journal import Journal
 from sol.gateway.limits.keys import DatabaseKeys
-from sol.gateway.limits.ledger import Ledger, Orphan, Reservation, Standing
+from sol.gateway.limits.ledger import Ledger, Orphan, RequestBeyondLimitError, Reservation, Standing
 from sol.gateway.limits.memory import MemoryLedger
 from sol.gateway.limits.policy import Limits
 from sol.gateway.limits.usage import ORPHAN, UsageRecord, UsageWriter
@@ -29,6 +29,8 @@ from sol.gateway.limits.usage import ORPHAN, UsageRecord, UsageWriter
 logger = logging.getLogger("sol.gateway.limits")
 
 _TICK_SECONDS = 1.0
+_LAST_BYTE_SECONDS = 0.02
+"""From the last byte of an answer to its settlement, at most, on a gateway that keeps up."""
 _NO_OUTPUT = ("/embeddings", "/rerank", "/score", "/classify", "/pooling", "/tokenize", "/detokenize")
 _NOBODY = "anonymous"
 
@@ -123,13 +125,26 @@ class LimitStage:
             return
         reservation.info = msgspec.json.encode(_facts(call, model)).decode()
         try:
-            await self.ledger.reserve(reservation)
+            await self._reserve(reservation)
         except RateLimitError:
             opened.in_ledger = False
             self.refused += 1
             call.response_headers += rate_headers(reservation.standings)
             raise
         call.response_headers += rate_headers(reservation.standings)
+
+    async def _reserve(self, reservation: Reservation) -> None:
+        try:
+            await self.ledger.reserve(reservation)
+        except RequestBeyondLimitError:
+            raise
+        except RateLimitError:
+            if len(self._open) == 1:
+                raise
+            # A client has the last byte of an answer before it is settled here, and what it sends next must not be
+            # refused for what is about to be given back.
+            await asyncio.sleep(_LAST_BYTE_SECONDS)
+            await self.ledger.reserve(reservation)
 
     async def leave(self, call: Call, outcome: Outcome) -> None:
         opened = self._open.get(id(call))
