@@ -6,15 +6,19 @@ request. Each part is a mean with a precision: few observations move it little (
 level up), and precision is capped, so that old observations fade. A drafter whose scores are honest is trusted before a
 request has any history; one whose scores lie is found out for all requests at once.
 
-Plain floats and lists: most steps bring a handful of drafts, and for those an array costs more than it saves.
+Plain floats and lists: most steps bring a handful of drafts, and for those an array costs more than it saves. Arrays
+judge the drafts of many requests at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
 
 _LEVELS: Final = 256
 """Scores are rounded to so many levels: finer than anybody's scores are true."""
@@ -44,6 +48,7 @@ _LOG_ODDS: Final = [*(_clipped_log_odds(level) for level in range(_LEVELS + 1)),
 _BIN_OF: Final = [*(min(max(int((o + 4.0) * (_BINS / 8.0)), 0), _BINS - 1) for o in _LOG_ODDS[:-1]), _BINS]
 """By level; the last one of both is for drafts without a score."""
 _UNSCORED: Final = _LEVELS + 1
+_LOG_ODDS_ARRAY, _BIN_OF_ARRAY = np.array(_LOG_ODDS), np.array(_BIN_OF)
 
 
 @dataclass(slots=True)
@@ -78,20 +83,40 @@ class Acceptance:
         survival = lowest = 1.0
         by_score, by_position, own = self._by_score, self._by_position, habit.log_odds
         log_odds_of, bin_of, exp, cells = _LOG_ODDS, _BIN_OF, math.exp, len(kept) - 1e-9
-        level = _UNSCORED
-        for position in range(count):
-            if scores is not None:
-                level = int(scores[position] * _LEVELS)
-            here = by_position[position if position < _POSITIONS else -1]
+        if count > _POSITIONS:
+            by_position = by_position + by_position[-1:] * (count - _POSITIONS)
+        # It runs for each draft of each request and step, so nothing is looked up or called twice.
+        for score, here in zip(scores or itertools.repeat(None, count), by_position[:count], strict=False):
+            level = _UNSCORED if score is None else int(score * _LEVELS)
             survival /= 1.0 + exp(-(log_odds_of[level] + by_score[bin_of[level]] + here + own))
             worth = survival * kept[int(survival * cells)]
             if worth < lowest:
                 lowest = worth
-            if lowest < least:
-                break
+                if lowest < least:
+                    break
             predicted.append(survival)
             expected.append(lowest)
         return predicted, expected
+
+    def survivals_of_many(
+        self, scores: Sequence[Sequence[float]], habits: Sequence[Habit], kept: Sequence[float], least: float
+    ) -> list[tuple[list[float], list[float]]]:
+        """`survivals` of many proposals that have scores, all their drafts counted."""
+        lengths = np.array([len(one) for one in scores])
+        width = int(lengths.max())
+        there = np.arange(width) < lengths[:, None]
+        levels = np.zeros(there.shape, dtype=np.int64)
+        levels[there] = np.fromiter(itertools.chain.from_iterable(scores), np.float64) * _LEVELS
+        positions = np.array(self._by_position)[np.minimum(np.arange(width), _POSITIONS - 1)]
+        log_odds = (_LOG_ODDS_ARRAY + np.array(self._by_score)[_BIN_OF_ARRAY])[levels]
+        log_odds += positions + np.array([habit.log_odds for habit in habits])[:, None]
+        survivals = np.cumprod(1.0 / (1.0 + np.exp(-log_odds)), axis=1)
+        cells = (survivals * (len(kept) - 1e-9)).astype(np.int64)
+        worth = np.minimum.accumulate(survivals * np.array(kept)[cells], axis=1)
+        counts = np.count_nonzero(there & (worth >= least), axis=1)
+        longest = int(counts.max())
+        predicted, expected = survivals[:, :longest].tolist(), worth[:, :longest].tolist()
+        return [(p[:n], e[:n]) for p, e, n in zip(predicted, expected, counts.tolist(), strict=True)]
 
     def observe(self, scores: Sequence[float] | None, num_right: int, num_known: int, habit: Habit) -> None:
         """Of a proposal's first `num_known` drafts the first `num_right` were right, and the one after them wrong."""

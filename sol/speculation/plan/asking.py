@@ -52,7 +52,7 @@ _MEAN_PRIOR: Final = 4.0
 """As if so many proposals had gained nothing"""
 _FIRST_PROPOSALS: Final = 48
 """Of a request tell what to expect of others; later ones would favour requests that are asked because they do well."""
-_PRIOR_PROPOSALS: Final = 8.0
+_PRIOR_PROPOSALS: Final = 24.0
 _CAUTION, _MEAN_CAUTION = 0.25, 1.0
 """Standard errors that gains are taken to be smaller than they were seen to be, of a request and of all: they are many
 small ones and a few large ones, and who was lucky is not yet who is worth it."""
@@ -368,12 +368,13 @@ class Asking:
             member = self._members[i]
             member.honesty += _GAIN_RATE * (min(expected / promised, 1.0) - member.honesty)
 
-    def observe_drafting(self, i: int, drafting: Drafting, requests: dict[str, Request]) -> None:
+    def observe_drafting(self, i: int, drafting: Drafting, requests: dict[str, Request]) -> float:
+        """Seconds of the call that went to tokens which the drafter had not seen"""
         member = self._members[i]
         if drafting.error is not None:
             member.absent_until = self._step + member.retry_after
             member.retry_after = min(2 * member.retry_after, _LAST_RETRY)
-            return
+            return 0.0
         member.retry_after = _FIRST_RETRY
         num_unread = 0
         for request_id, num_tokens in zip(drafting.request_ids, drafting.num_request_tokens, strict=True):
@@ -385,6 +386,7 @@ class Asking:
         member.price.observe(drafting.num_requests, drafting.num_tokens, num_unread, drafting.seconds)
         if member.is_lookup:
             self._recent.append((i, drafting.request_ids))
+        return min(num_unread * member.price.per_unread, drafting.seconds)
 
     def after_step(self, requests: dict[str, Request]) -> None:
         """What was drafted after the step is for the next one to judge."""

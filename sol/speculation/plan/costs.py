@@ -40,6 +40,8 @@ _FEW_PROMPTS: Final = 0.1
 """Share of a step's tokens"""
 _PROMPT_RATE: Final = 0.1
 _MAX_DEVIATIONS: Final = 3.0
+_OCTAVES: Final = 16
+"""Of numbers of requests, that have a factor of their own"""
 
 
 def _token_knots() -> list[int]:
@@ -111,9 +113,11 @@ class CostModel:
         """… and the factors themselves"""
         self._until_fading = _FADING_STEPS
         self._local_variance = [_LOCAL_SD**2] * len(_KNOTS)
-        self._by_requests = [0.0] * 16
-        self._by_requests_variance = [_LOCAL_SD**2] * 16
+        self._by_requests = [0.0] * _OCTAVES
+        self._request_factors = [1.0] * _OCTAVES
+        self._by_requests_variance = [_LOCAL_SD**2] * _OCTAVES
         self._scale = 0.0
+        self._scale_factor = 1.0
         self._scale_variance = _SCALE_SD**2 if measured else 100.0
         self._noise_variance = _NOISE_SD**2
         largest = max((shape.num_tokens for shape, _ in measured), default=_TYPICAL[-1][0])
@@ -170,7 +174,7 @@ class CostModel:
         index = min(rows, _TABLE - 1)
         knot, there = _KNOT_OF[index], _SHARE_OF[index]
         here = 1.0 - there
-        requests = min(max(shape.num_requests, 1).bit_length() - 1, len(self._by_requests) - 1)
+        requests = _octave(shape.num_requests)
         local, by_requests = self._local_variance, self._by_requests_variance
         self._scale_variance += _SCALE_DRIFT**2
         local[knot] = min(local[knot] + _LOCAL_DRIFT**2, _LOCAL_SD**2)
@@ -199,8 +203,10 @@ class CostModel:
         requests_gain = by_requests[requests] / total
         self._fade()
         self._scale += scale_gain * error
+        self._scale_factor = math.exp(self._scale)
         self._scale_variance *= 1.0 - scale_gain
         self._by_requests[requests] += requests_gain * error
+        self._request_factors[requests] = math.exp(self._by_requests[requests])
         by_requests[requests] *= 1.0 - requests_gain
         local[knot] *= 1.0 - gains[0] * here
         local[knot + 1] *= 1.0 - gains[1] * there
@@ -233,8 +239,7 @@ class CostModel:
         )
 
     def _common_factor(self, requests: int) -> float:
-        index = min(max(requests, 1).bit_length() - 1, len(self._by_requests) - 1)
-        return math.exp(self._scale + self._by_requests[index])
+        return self._scale_factor * self._request_factors[_octave(requests)]
 
     def _observe_prompts(self, prompts: int, late: float) -> None:
         """A step with so many tokens of prompts took so much longer than expected; it says nothing of those without."""
@@ -273,24 +278,36 @@ class DraftingCost:
     def observe(self, num_requests: int, num_tokens: int, num_unread: int, seconds: float) -> None:
         if not (seconds >= 0 and math.isfinite(seconds)) or num_requests < 1:
             return
-        counts = (1.0, float(num_requests), float(num_tokens), float(num_unread))
-        parts, variances = self._parts, self._variances
-        expected = sum(c * p for c, p in zip(counts, parts, strict=True))
-        noise = (0.2 * max(expected, seconds)) ** 2
-        total = noise + sum(c * c * v for c, v in zip(counts, variances, strict=True))
+        counts = (1, num_requests, num_tokens, num_unread)
+        parts, variances, floor = self._parts, self._variances, self._floor
+        expected = parts[0] + num_requests * parts[1] + num_tokens * parts[2] + num_unread * parts[3]
+        total = (0.2 * (expected if expected > seconds else seconds)) ** 2
+        for count, variance in zip(counts, variances, strict=True):
+            total += count * count * variance
         limit = _MAX_DEVIATIONS * math.sqrt(total)
         error = min(max(seconds - expected, -limit), limit)
         for i, count in enumerate(counts):
-            gain = count * variances[i] / total
-            parts[i] = max(parts[i] + gain * error, self._floor[i])
-            # Never quite sure: the variance keeps a tenth of the part itself.
-            variances[i] = max(variances[i] * (1.0 - gain * count), (0.1 * parts[i]) ** 2)
+            if count:
+                gain = count * variances[i] / total
+                part = parts[i] + gain * error
+                part = parts[i] = part if part > floor[i] else floor[i]
+                # Never quite sure: the variance keeps a tenth of the part itself.
+                variance, least = variances[i] * (1.0 - gain * count), 0.01 * part * part
+                variances[i] = variance if variance > least else least
 
 
 def _split(shape: StepShape) -> tuple[int, int]:
     """Tokens that have a row of logits (those that decode, and drafts), and tokens of prompts, which have none."""
-    rows = min(max(shape.num_logits_rows, 1), max(shape.num_tokens, 1))
-    return rows, max(shape.num_tokens - rows, 0)
+    rows, tokens = shape.num_logits_rows, shape.num_tokens
+    if rows < 1:
+        rows = 1
+    return (rows, tokens - rows) if rows < tokens else (tokens if tokens > 1 else 1, 0)
+
+
+def _octave(requests: int) -> int:
+    """0 for one request, 1 for two and three …, of `_OCTAVES`"""
+    octave = requests.bit_length() - 1 if requests > 1 else 0
+    return octave if octave < _OCTAVES else _OCTAVES - 1
 
 
 def _fit(measured: Sequence[tuple[StepShape, float]]) -> tuple[Floats, float, float, float]:

@@ -32,10 +32,9 @@ from sol.speculation.plan.requests import Past, Request
 from sol.speculation.plan.types import Candidate, Drafter, Emission, StepShape
 from sol.speculation.usage import expected_accepted
 
-_NEARLY, _NEARLY_MANY = 0.995, 0.96
+_NEARLY: Final = 0.99
 """Fewer drafts are verified where they promise so much of the best goodput: improbable ones promise more than they
-keep, because those that were overrated come first. With many requests goodput has a flat top, and an error of the price
-moves the best length far."""
+keep, because those that were overrated come first."""
 _LEAST_SURVIVAL: Final = 0.03
 """Less probable drafts do not matter, even where they cost nothing."""
 _CUT: Final = 0.75
@@ -43,8 +42,8 @@ _CUT: Final = 0.75
 of which a few tokens are wanted need not be looked at to their ends. Where more are wanted, the cut is soon lower."""
 _LENGTHS: Final = 64
 """Of the list of drafts, that are compared"""
-_FEW: Final = 64
-"""Requests that are few; and numbers that a list sorts faster than an array"""
+_FEW: Final = 32
+"""Requests that are judged one by one, and drafts of which all are looked at in any case"""
 _DECIDING_STEP, _DECIDING_ROW = 40e-6, 1e-6
 """Seconds of the host, for a step and for a request of it, in which a device waits whose steps are planned ahead unless
 they verify drafts. Where the host and the device take turns anyway, it is too little to matter."""
@@ -78,7 +77,9 @@ class GoodputController:
         self._last_survival = 0.0
         """Of the least probable draft that was chosen lately; 0 if none was"""
         self._drafting_seconds = 0.0
-        """Beside the last step that decoded"""
+        """That recur, of drafters' calls since the latest step …"""
+        self._paid = 0.0
+        """… and of those before it, which brought the drafts at hand"""
 
     def add(self, request_id: str, wish: SpeculationParams | None) -> None:
         self._ledger.add(request_id)
@@ -99,9 +100,11 @@ class GoodputController:
         if max_tokens < 1 or regime.wants_plain_step:
             return counts
         survivals: list[float] = []
-        owners: list[int] = []
+        lengths: list[int] = []
         requests = self._requests
-        for index, candidate in enumerate(candidates):
+        if len(candidates) > _FEW:
+            self._judge_many(candidates, regime)
+        for candidate in candidates:
             request = requests[candidate.request_id]
             if request.draft is not candidate.draft:
                 self._judge(request, candidate.draft, regime)
@@ -109,35 +112,34 @@ class GoodputController:
             if len(expected) > candidate.max_tokens:
                 expected = expected[: candidate.max_tokens]
             survivals += expected
-            owners += [index] * len(expected)
+            lengths.append(len(expected))
         count = min(len(survivals), max_tokens)
         self._last_survival = 0.0
         if not count:
             return counts
-        order: list[int]
-        if len(survivals) > _FEW:
-            order = np.argsort(-np.array(survivals), kind="stable").tolist()
-        else:
-            order = sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)
+        one = len(candidates) == 1
+        order: Sequence[int] = range(count)
+        if not one:  # stable: of equal drafts of a request the first come first
+            order = np.argsort(-np.array(survivals), kind="stable")[:count].tolist()
         stride = (count + _LENGTHS - 1) // _LENGTHS
         rows = float(max(shape.num_logits_rows, 1))
-        emitted = list(itertools.accumulate(map(survivals.__getitem__, order[:count]), initial=rows))
+        emitted = list(itertools.accumulate(map(survivals.__getitem__, order), initial=rows))
         # The drafts have been paid for, but goodput is a matter of the whole round: it makes time a little cheaper.
-        paid = self._drafting_seconds
+        paid = self._paid
         seconds = self._costs.curve(shape, count, stride)
-        plain = rows / (seconds[0] + paid)
+        enough = (1.0 + regime.margin) * rows / (seconds[0] + paid)
         paid += _DECIDING_STEP + _DECIDING_ROW * rows
         goodputs = [tokens / (time + paid) for tokens, time in zip(emitted[::stride], seconds, strict=True)]
         best = max(goodputs)
-        if best < (1.0 + regime.margin) * plain:
+        if best < enough:
             return counts
-        enough = best * (_NEARLY if len(candidates) < _FEW else _NEARLY_MANY)
-        length = next(length for length, goodput in enumerate(goodputs) if goodput >= enough)
-        for place in order[: length * stride]:
-            counts[owners[place]] += 1
-        if len(survivals) > _FEW:
-            self._last_survival = survivals[order[length * stride - 1]]
-        return counts
+        enough = max(enough, _NEARLY * best)
+        chosen = stride * next(length for length, goodput in enumerate(goodputs) if goodput >= enough)
+        self._last_survival = survivals[order[chosen - 1]] if len(survivals) > _FEW else 0.0
+        if one:
+            return [chosen]
+        owners = np.repeat(np.arange(len(lengths)), lengths)[order[:chosen]]
+        return np.bincount(owners, minlength=len(lengths)).tolist()  # type: ignore[no-any-return]
 
     def _judge(self, request: Request, draft: Draft, regime: Regime) -> None:
         """Let `request` have the survivals of these drafts."""
@@ -147,11 +149,34 @@ class GoodputController:
         if past is None:
             request.predicted = request.expected = []
             return
-        least = max(_LEAST_SURVIVAL, _CUT * self._last_survival)
+        least = self._least
         count = min(len(draft.token_ids), self._num_tokens)
         request.predicted, request.expected = self._acceptance[i].survivals(
             draft.scores, count, past.habit, regime.kept[i], least
         )
+
+    def _judge_many(self, candidates: Sequence[Candidate], regime: Regime) -> None:
+        """The same for those of these that are new and have scores."""
+        groups: dict[str, list[tuple[Request, Past, Draft]]] = {}
+        for candidate in candidates:
+            request, draft = self._requests[candidate.request_id], candidate.draft
+            if request.draft is not draft and draft.scores:
+                past = request.pasts[self._index[draft.drafter]]
+                if past is not None:
+                    groups.setdefault(draft.drafter, []).append((request, past, draft))
+        most = self._num_tokens
+        for name, group in groups.items():
+            i = self._index[name]
+            scores = [draft.scores[:most] for _, _, draft in group if draft.scores]
+            habits = [past.habit for _, past, _ in group]
+            judged = self._acceptance[i].survivals_of_many(scores, habits, regime.kept[i], self._least)
+            for (request, _, draft), (predicted, expected) in zip(group, judged, strict=True):
+                request.draft, request.predicted, request.expected = draft, predicted, expected
+
+    @property
+    def _least(self) -> float:
+        """Survival below which drafts are not looked at"""
+        return max(_LEAST_SURVIVAL, _CUT * self._last_survival)
 
     # ── who drafts ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -163,10 +188,10 @@ class GoodputController:
     def observe_step(self, shape: StepShape, seconds: float, emissions: Sequence[Emission]) -> None:
         entry = self._ledger.observe_step(shape, seconds, emissions)
         self._costs.observe(shape, seconds)
+        self._paid, self._drafting_seconds = self._drafting_seconds, 0.0
         if entry is None or not (seconds > 0 and math.isfinite(seconds)):
             self._asking.after_step(self._requests)
             return
-        self._drafting_seconds = entry.drafting_seconds
         expected = self._costs.seconds(shape)
         # What the step should have taken, not what it took: a pause says nothing of drafts.
         gain = entry.plain_seconds / seconds if entry.num_drafts else 1.0
@@ -221,7 +246,9 @@ class GoodputController:
 
     def observe_drafting(self, drafting: Drafting) -> None:
         self._ledger.observe_drafting(drafting)
-        self._asking.observe_drafting(self._index[drafting.drafter], drafting, self._requests)
+        # What was read first is left out of the round: each token is read once, however it came about.
+        i = self._index[drafting.drafter]
+        self._drafting_seconds += drafting.seconds - self._asking.observe_drafting(i, drafting, self._requests)
 
     def speedup(self, request_id: str) -> float | None:
         return self._ledger.speedup(request_id)

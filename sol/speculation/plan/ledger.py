@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,11 +21,10 @@ class _Account:
     """That plain decoding would have taken for the same tokens"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
     """One step that decoded."""
 
-    num_emitted: int
     num_drafts: int
     seconds: float
     """With the drafting before it"""
@@ -87,7 +87,7 @@ class Ledger:
             if account is not None and new:
                 account.seconds += spent
                 account.plain_seconds += plain if new == 1 else plain + next_plain * (new - 1)
-        return Entry(num_emitted, num_drafts, spent, plain_seconds, drafting)
+        return Entry(num_drafts, spent, plain_seconds, drafting)
 
     def observe_drafting(self, drafting: Drafting) -> None:
         stats = self._stats(drafting.drafter)
@@ -104,6 +104,9 @@ class Ledger:
 
     def take_stats(self) -> tuple[dict[str, DrafterStats], float, float]:
         """See `Controller.take_stats`."""
+        for stats in self._drafters.values():
+            for counts in (stats.num_drafted_per_position, stats.num_accepted_per_position):
+                counts[:] = list(itertools.accumulate(reversed(counts)))[::-1]
         taken = self._drafters, self._seconds, self._plain_seconds
         self._drafters, self._seconds, self._plain_seconds = {}, 0.0, 0.0
         return taken
@@ -122,10 +125,10 @@ class Ledger:
         if missing > 0:
             drafted_at += [0] * missing
             accepted_at += [0] * missing
-        for position in range(drafted):
-            drafted_at[position] += 1
-        for position in range(accepted):
-            accepted_at[position] += 1
+        # Of each length for now; `take_stats` adds up those that reach a position.
+        drafted_at[drafted - 1] += 1
+        if accepted:
+            accepted_at[accepted - 1] += 1
 
     def _stats(self, drafter: str) -> DrafterStats:
         stats = self._drafters.get(drafter)

@@ -15,6 +15,8 @@ from typing import Final
 
 _BINS: Final = 8
 """Of survivals, equally wide"""
+_LAST_BIN: Final = _BINS - 1e-9
+"""A survival of 1 belongs to the last one."""
 _PRIOR_DRAFTS: Final = 6.0
 """As if so many drafts of each bin had come true as often as predicted"""
 _MOST_DRAFTS: Final = 200.0
@@ -59,14 +61,17 @@ class Regime:
     def observe_drafts(self, drafter: int, survivals: list[float], num_accepted: int) -> None:
         """Drafts with these predicted survivals were verified."""
         predicted, accepted, kept = self._predicted[drafter], self._accepted[drafter], self.kept[drafter]
+        last = -1
         for position, survival in enumerate(survivals):
-            cell = min(int(survival * _BINS), _BINS - 1)
+            cell = int(survival * _LAST_BIN)
             predicted[cell] += survival
-            accepted[cell] += position < num_accepted
-            if predicted[cell] > _MOST_DRAFTS:
-                predicted[cell] *= 0.5
-                accepted[cell] *= 0.5
-            kept[cell] = min((accepted[cell] + _PRIOR_DRAFTS) / (predicted[cell] + _PRIOR_DRAFTS), 1.0)
+            if position < num_accepted:
+                accepted[cell] += 1.0
+            if cell != last and last >= 0:  # survivals never rise, so the cell before is complete
+                self._keep(predicted, accepted, kept, last)
+            last = cell
+        if last >= 0:
+            self._keep(predicted, accepted, kept, last)
 
     def observe_step(self, num_requests: int, num_drafts: int, gain: float, whole_gain: float) -> None:
         """A step verified so many drafts, and gained so much (0.1 is a tenth) over plain decoding; `whole_gain`: with
@@ -85,6 +90,14 @@ class Regime:
         gain = min(max(gain, _WORST), _BEST)
         self._gain += share * (gain - self._gain)
         self.margin = min(max(self.margin - share * gain, _LEAST_MARGIN), _MOST_MARGIN)
+
+    @staticmethod
+    def _keep(predicted: list[float], accepted: list[float], kept: list[float], cell: int) -> None:
+        if predicted[cell] > _MOST_DRAFTS:
+            predicted[cell] *= 0.5
+            accepted[cell] *= 0.5
+        share = (accepted[cell] + _PRIOR_DRAFTS) / (predicted[cell] + _PRIOR_DRAFTS)
+        kept[cell] = share if share < 1.0 else 1.0
 
     def _forget(self) -> None:
         self.margin = max(_KEPT * self.margin, _LEAST_MARGIN)
