@@ -133,9 +133,9 @@ class GatewayConfig(Section):
             for name in task.engines:
                 if name not in engines:
                     raise ValueError(f"routing.tasks: {task.name}: there is no engine {name!r}; {_known(engines)}")
-        for name in sorted({*self.prices, *self.limits.models}):
+        for name in sorted({*self.prices, *self.limits.model_names}):
             if name not in models:
-                raise ValueError(f"prices and limits.models: there is no model {name!r}; {_known(models)}")
+                raise ValueError(f"prices and limits: there is no model {name!r}; {_known(models)}")
         for key in self.keys:
             self.limits.check_policy(key.limits, "keys: limits")
             for name in sorted(key.models or ()):

@@ -86,6 +86,11 @@ class LimitsConfig(Section):
         self.check_policy(self.default_policy, "default_policy")
         return self
 
+    @property
+    def model_names(self) -> set[str]:
+        """All models that are named here."""
+        return {*self.models, *(name for policy in self.policies.values() for name in policy.models)}
+
     def check_policy(self, name: str | None, where: str) -> None:
         """Raises ValueError if there is no policy of this name."""
         if name is not None and name not in self.policies:
