@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from sol import openmp
-from sol.cli import bench, chat, compare, doctor, gateway, generate, pull, serve, simulate, tune, verify
+from sol.cli import bench, chat, compare, doctor, gateway, generate, pull, serve, simulate, tune, up, verify
 from sol.errors import SolError
 from sol.version import __version__
 
@@ -25,6 +25,7 @@ _COMMANDS = {
     "compare": (compare, "find out which of two servers is faster, and whether they say the same"),
     "tune": (tune, "find the configuration of an engine that does the most within an SLO"),
     "verify": (verify, "check on a model that speculation does not change what it says"),
+    "up": (up, "start the engines of a gateway's file on this machine, and the gateway in front of them"),
     "gateway": (gateway, "one front for any number of engines, with keys, limits, filters and routing"),
     "simulate": (simulate, "answer like a model server with latencies and faults of your choice, and no model"),
     "doctor": (doctor, "what this machine has, what Sol will use, what a model costs in memory"),

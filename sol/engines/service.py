@@ -233,7 +233,7 @@ class Service:
                     probe.cancel()
                     await asyncio.gather(probe, return_exceptions=True)
                 if exited.done():
-                    return f"it ended ({_how(exited.result())}) before it was ready"
+                    return f"it ended ({how_it_ended(exited.result())}) before it was ready"
                 status = probe.result()
                 if status == 200:
                     return None
@@ -364,7 +364,7 @@ def _settle(future: asyncio.Future[int], code: int) -> None:
         future.set_result(code)
 
 
-def _how(returncode: int) -> str:
+def how_it_ended(returncode: int) -> str:
     """`exit code 1`, `killed by SIGKILL`."""
     if returncode >= 0:
         return f"exit code {returncode}"

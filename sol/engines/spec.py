@@ -104,4 +104,4 @@ def engine_spec(options: Mapping[str, Any], where: str = "spec") -> EngineSpec:
             text = f"there is no such option; there are {', '.join(fields)}"
         elif first["type"] != "value_error":
             text = f"{text}, not {first['input']!r}"
-        raise ConfigError(f"{name}: {text}", param=path[-1] if path else where) from None
+        raise ConfigError(f"{name}: {text}", param=".".join([where, *path])) from None

@@ -61,7 +61,7 @@ class GatewayServer:
 
     async def __aenter__(self) -> GatewayServer:
         options = self._config.server
-        self._listener = _bind(options.host, options.port)
+        self._listener = bind(options.host, options.port)
         try:
             self.url = _url(options.host, self._listener.getsockname()[1])
             await self.gateway.start()
@@ -142,7 +142,8 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `ConfigError` for an address that cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
