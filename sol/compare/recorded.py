@@ -131,7 +131,7 @@ def _paired(a: RecordedRun, b: RecordedRun) -> Pair | None:
         (ours, theirs[name]) for name, ours in zip(_occurrences(a.answers), a.answers, strict=True) if name in theirs
     ]
     if 2 * len(found) < min(len(a.answers), len(b.answers)):
-        known = all(size is not None for size in a.input_tokens)
+        known = len(a.input_tokens) == len(a.answers) and None not in a.input_tokens
         if a.tool != b.tool or not known or list(a.input_tokens) != list(b.input_tokens):
             return None
         found = list(zip(a.answers, b.answers, strict=True))
@@ -154,7 +154,8 @@ def _occurrences(answers: Sequence[Answer]) -> list[tuple[str, int, int]]:
 def _blocks(pair: Pair, metric: Metric) -> list[Block]:
     """Consecutive requests, at least twice as many a block as their differences remember."""
     ratios = np.array(prompt_log_ratios([pair], metric))
-    memory = autocorrelation_time(ratios) if len(ratios) else 1.0
+    varies = len(ratios) > 0 and float(ratios.std()) > 1e-9  # else what seems to be remembered is rounding
+    memory = autocorrelation_time(ratios) if varies else 1.0
     size = len(pair.a.answers)
     number = max(1, min(_MOST_BLOCKS, int(size // max(2, math.ceil(2 * memory)))))
     edges = np.linspace(0, size, number + 1).astype(int)

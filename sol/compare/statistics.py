@@ -85,7 +85,7 @@ def signed_rank(values: Floats) -> float:
     smaller = min(positive, total - positive)
     if n > _EXACT_SIGNED_RANK:
         deviation = math.sqrt(float((ranks**2).sum()) / 4)
-        return min(1.0, 2 * _normal_tail((total / 2 - smaller - 0.25) / deviation))
+        return min(1.0, 2 * _normal_tail((total / 2 - smaller - 0.5) / deviation))
     # Ranks may be halves where values tie; twice of them are whole. The sum of a random half of them, one by one.
     chances = np.zeros(round(2 * total) + 1)
     chances[0] = 1.0
