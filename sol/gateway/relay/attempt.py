@@ -90,6 +90,7 @@ class Attempt:
             raise
         finally:
             self._account()
+            self._call.usage_so_far = None  # it refers to this, and this to the call
             flight.end(verdict)
 
     async def _run(self, session: aiohttp.ClientSession, flight: Flight) -> Answer | None:
@@ -137,6 +138,7 @@ class Attempt:
         self._scanner = scanner = EventScanner(
             hide_usage=hides_usage(call), hide_running=asks_for_running_usage(call, self._engine)
         )
+        call.usage_so_far = self._so_far
         clock = asyncio.get_running_loop().time
         read, engine, feed, write = response.content.readany, self._engine, scanner.feed, reply.write
         rearm_at = 0.0
@@ -228,9 +230,19 @@ class Attempt:
         call, scanner = self._call, self._scanner
         if call.usage is not None or call.first_byte_at is None or scanner is None:
             return  # also of a request that was sent and never answered: what the engine did for it nobody knows
-        call.usage = scanner.find_usage() or Usage(
-            prompt_tokens=call.input_tokens,
-            completion_tokens=max(0, scanner.num_events - (call.path == "/v1/chat/completions")),
+        call.usage = scanner.find_usage() or self._estimate(scanner)
+
+    def _so_far(self) -> Usage | None:
+        """The usage of a stream that goes on."""
+        scanner = self._scanner
+        if scanner is None or self._call.first_byte_at is None:
+            return None
+        return scanner.usage_so_far() or self._estimate(scanner)
+
+    def _estimate(self, scanner: EventScanner) -> Usage:
+        return Usage(
+            prompt_tokens=self._call.input_tokens,
+            completion_tokens=max(0, scanner.num_events - (self._call.path == "/v1/chat/completions")),
             estimated=True,
         )
 

@@ -21,7 +21,7 @@ class RelayConfig(Section):
     max_retries: int = Field(default=2, ge=0, le=10)
     """Engines that are asked after the first. Only where nothing was answered, and no time-out passed."""
     retry_budget: float = Field(default=0.2, ge=0, le=1, allow_inf_nan=False)
-    """Share of the open requests that may be retries at one time (three always may)."""
+    """Retries for each call, in the long run; ten a second always may, and a hundred at once."""
     keep_alive: Seconds = 4.0
     """How long an unused connection to an engine is kept: shorter than engines keep theirs (uvicorn: 5 s)."""
     max_response_bytes: int = Field(default=256 * 2**20, ge=1024)

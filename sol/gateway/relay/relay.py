@@ -8,6 +8,7 @@ these: the work may be running, and would run twice.
 from __future__ import annotations
 
 import logging
+import time
 from typing import Final
 
 import aiohttp
@@ -16,6 +17,7 @@ from sol.errors import SolError
 from sol.gateway.call import Call, Outcome
 from sol.gateway.errors import CLIENT_CLOSED_REQUEST, GatewayError, UpstreamError
 from sol.gateway.relay.attempt import Answer, Attempt, ClientStalled, StreamFailed, Unanswered, fail_stream
+from sol.gateway.relay.budget import RetryBudget
 from sol.gateway.relay.config import RelayConfig
 from sol.gateway.reply import Reply
 from sol.gateway.routing.engine import Engine
@@ -27,8 +29,6 @@ from sol.version import __version__
 logger = logging.getLogger("sol.gateway")
 
 _RETRIED: Final = frozenset({502, 503})
-_ALWAYS_RETRIES: Final = 3
-"""May be under way at one time, however few calls are open."""
 
 
 class Relay:
@@ -38,8 +38,10 @@ class Relay:
         self._route = route
         self._config = config
         self._session: aiohttp.ClientSession | None = None
+        self._budget = RetryBudget(config.retry_budget, time.monotonic())
         self.num_open = 0
-        self.num_retrying = 0
+        self.num_retries = 0
+        """Ever."""
 
     def start(self) -> aiohttp.ClientSession:
         """In the event loop that is to be used. The session is for the gateway's other requests to engines, too."""
@@ -64,6 +66,7 @@ class Relay:
         """Have the call answered. Raises a SolError where the client was told nothing, which is then to be told to it;
         what fails later is told by an event, and stands in the outcome."""
         self.num_open += 1
+        self._budget.called(self.num_open)
         try:
             return await self._answer(call, reply)
         finally:
@@ -105,8 +108,6 @@ class Relay:
             engine = choice.engine
             rule = f"{choice.rule}, panic" if choice.panic else choice.rule
             call.decide("route", rule, "engine", engine.name)
-            retrying = bool(asked)
-            self.num_retrying += retrying
             try:
                 answer = await self._attempt(call, engine, reply)
                 if answer is None or answer.status not in _RETRIED:
@@ -114,11 +115,10 @@ class Relay:
                 failed = answer
             except Unanswered as unanswered:
                 failed = unanswered.error
-            finally:
-                self.num_retrying -= retrying
             asked.append(engine)
-            if len(asked) > self._config.max_retries or not self._may_retry():
+            if len(asked) > self._config.max_retries or not self._budget.take(time.monotonic()):
                 return _last(failed)
+            self.num_retries += 1
 
     async def _attempt(self, call: Call, engine: Engine, reply: Reply) -> Answer | None:
         assert self._session is not None
@@ -132,10 +132,6 @@ class Relay:
             call.attempt += 1
             answer = await Attempt(call, engine, model, self._config, reply).run(self._session)
         return answer
-
-    def _may_retry(self) -> bool:
-        """A fleet that fails under load is not helped by more of it."""
-        return self.num_retrying < max(_ALWAYS_RETRIES, self._config.retry_budget * self.num_open)
 
     @staticmethod
     def _outcome(call: Call, status: int, error: Exception | None = None, *, client_left: bool = False) -> Outcome:

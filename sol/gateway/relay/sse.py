@@ -141,13 +141,15 @@ class EventScanner:
 
     def find_usage(self) -> Usage | None:
         """The usage, wherever the engine put it: in a chunk of its own, or in the last one of a choice."""
-        if self.usage is None:
-            for event in reversed(_events(self._last)):
-                found = usage_in(_payload(event))
-                if found is not None:
-                    self.usage = found
-                    break
+        self.usage = self.usage_so_far()
         return self.usage
+
+    def usage_so_far(self) -> Usage | None:
+        """The same while more may come."""
+        if self.usage is not None:
+            return self.usage
+        found = (usage_in(_payload(event)) for event in reversed(_events(self._last)))
+        return next((usage for usage in found if usage is not None), None)
 
     def _without_usage(self, data: bytes) -> bytes:
         kept = []

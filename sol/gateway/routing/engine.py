@@ -48,9 +48,10 @@ class Engine:
         """time.monotonic() of the last bytes of any answer."""
         self._busy_since = 0.0
         """When the first of the open requests was sent."""
-        self._generated_tokens: float | None = None
+        self._progress: float | None = None
+        """Its counter of steps or tokens."""
         self._progress_at = 0.0
-        """When its counter of tokens was last seen to have moved."""
+        """When that was last seen to have moved."""
         self._unanswered: dict[Flight, None] = {}
         """The oldest first."""
 
@@ -69,20 +70,20 @@ class Engine:
         """What it says of itself; `own`: how many requests of the gateway's were open when it was asked."""
         self.signals = signals
         self._others = max(0.0, (signals.running or 0.0) + (signals.waiting or 0.0) - own)
-        if signals.generated_tokens is not None and signals.generated_tokens != self._generated_tokens:
-            self._generated_tokens, self._progress_at = signals.generated_tokens, signals.read_at
+        if signals.progress is not None and signals.progress != self._progress:
+            self._progress, self._progress_at = signals.progress, signals.read_at
 
     def is_stalled(self, now: float, seconds: float) -> bool:
         """Whether it has work and made no progress for so long, as far as that can be seen.
 
         Streams that have begun must bring bytes. A request without an answer may wait, or its prompt be long: only an
-        engine that counts its tokens can be seen to stand still over it, and only after many times what it should take.
+        engine that counts its steps can be seen to stand still over it, and only after many times what it should take.
         """
         if now - max(self._busy_since, self.last_byte_at, self._progress_at) <= seconds or not self.in_flight:
             return False
         if self.num_streaming:
             return True
-        if self._generated_tokens is None or not self._unanswered:
+        if self._progress is None or not self._unanswered:
             return False
         oldest = next(iter(self._unanswered))
         expected = self.latency.expect(oldest.call.input_tokens, self.load(now), now)
