@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -113,6 +113,8 @@ class Call:
     """What the client declared as max_tokens, for all its choices together; None where it declared nothing."""
     decisions: list[Decision] = field(default_factory=list)
     usage: Usage | None = None
+    usage_so_far: Callable[[], Usage | None] | None = None
+    """While an engine's stream is relayed, tells how far it is."""
     backend: str | None = None
     """The engine that answers, or answered."""
     first_byte_at: float | None = None

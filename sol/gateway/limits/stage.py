@@ -321,6 +321,8 @@ def _facts(call: Call, model: str) -> dict[str, str]:
 def _seen(call: Call) -> str:
     """The engine, prompt, cached and completion tokens so far, for whoever finds the call without this process."""
     usage = call.usage
+    if usage is None and call.usage_so_far is not None:
+        usage = call.usage_so_far()
     if usage is not None:
         return msgspec.json.encode(
             [call.backend, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from redis_servers import RedisServer
 
 from sol.gateway.auth import hash_key
 from sol.gateway.config import make_config
@@ -32,20 +35,21 @@ def engines(**options: Any) -> SimulatedServer:
     return SimulatedServer(simulate_config({"port": 0, "step_seconds": 0.002, **options}))
 
 
+def file_of(server: SimulatedServer, limits: Any, **sections: Any) -> dict[str, Any]:
+    return {
+        "server": {"port": 0},
+        "models": [{"name": "simulated", "engines": ["one"]}],
+        "engines": [{"name": "one", "url": server.url, "driver": "sol"}],
+        "keys": [{"key_sha256": hash_key(key), "id": key[3:], "tenant": "acme"} for key in KEYS],
+        "limits": limits,
+        "prices": {"simulated": {"input": 1, "cached_input": 0.5, "output": 2}},
+        **sections,
+    }
+
+
 @asynccontextmanager
 async def gateway(server: SimulatedServer, limits: Any, **sections: Any) -> AsyncIterator[GatewayServer]:
-    config = make_config(
-        {
-            "server": {"port": 0},
-            "models": [{"name": "simulated", "engines": ["one"]}],
-            "engines": [{"name": "one", "url": server.url, "driver": "sol"}],
-            "keys": [{"key_sha256": hash_key(key), "id": key[3:], "tenant": "acme"} for key in KEYS],
-            "limits": limits,
-            "prices": {"simulated": {"input": 1, "cached_input": 0.5, "output": 2}},
-            **sections,
-        }
-    )
-    async with GatewayServer(config) as running:
+    async with GatewayServer(make_config(file_of(server, limits, **sections))) as running:
         yield running
 
 
@@ -196,6 +200,50 @@ async def test_keys_of_the_database_open_the_gateway_and_its_absence_is_not_thei
     rows = await usage_by(writer, ["key_id", "tenant"])
     await writer.close()
     assert [(row["key_id"], row["tenant"], row["requests"]) for row in rows] == [("stored", "new", 2)]
+
+
+async def test_a_gateway_that_is_killed_leaves_what_it_had_seen_to_another(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """And its client asks again there: both are counted, each for what it was."""
+    sections = {"database": {"url": f"sqlite:///{tmp_path}/sol.db", "journal": str(tmp_path / "journal")}}
+    limits = {"tenants": {"acme": {"tokens_per_minute": 5000}}, "redis": {"url": redis_server.url}, "lease_seconds": 3}
+    async with engines(step_seconds=0.01) as server, gateway(server, limits, **sections) as heir:
+        file = tmp_path / "gateway.yaml"
+        file.write_text(json.dumps(file_of(server, limits, **sections)))
+        command = [sys.executable, "-m", "sol", "gateway", "--config", str(file)]
+        doomed = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert doomed.stdout is not None
+        words = (await doomed.stdout.readline()).decode().split()
+        url = next(word for word in words if word.startswith("http")).rstrip(":")
+        async with aiohttp.ClientSession() as session:
+            data = body(2000, stream=True)
+            lines = 0
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.post(f"{url}/v1/completions", json=data, headers=HEADERS[0]) as response:
+                    assert response.status == 200
+                    while await response.content.readline():
+                        lines += 1
+                        if lines == 400:  # two seconds: it has told Redis of it more than once
+                            doomed.kill()
+            await doomed.wait()
+            stage = stage_of(heir)
+            deadline = time.monotonic() + 30
+            while not stage.totals:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+            (record,) = await ended(server)
+            total = stage.totals["acme", "one", "simulated"]
+            assert (total.requests, total.prompt_tokens) == (1, 20)
+            assert 1 <= total.completion_tokens <= record["completion_tokens"]
+            async with session.post(f"{heir.url}/v1/completions", json=body(10), headers=HEADERS[0]) as response:
+                assert response.status == 200
+                # What the dead one had reserved it still holds, for as long as it would have been in the window.
+                assert int(response.headers["x-ratelimit-remaining-tokens"]) == 5000 - 2020 - 30
+    reader = Database(DatabaseOptions(url=f"sqlite:///{tmp_path}/sol.db"))
+    (row,) = await usage_by(reader, ["tenant"])
+    await reader.close()
+    assert (row["requests"], row["completion_tokens"], row["estimated"]) == (2, total.completion_tokens, 1)
 
 
 @pytest.mark.parametrize("fail", ["local", "closed"])
