@@ -63,5 +63,9 @@ class Digests:
 
 
 def record(call: Call, finding: Finding) -> None:
-    if sum(decision.stage == STAGE for decision in call.decisions) < MAX_DECISIONS:
+    if has_room(call):
         call.decisions.append(finding.decision())
+
+
+def has_room(call: Call) -> bool:
+    return sum(decision.stage == STAGE for decision in call.decisions) < MAX_DECISIONS

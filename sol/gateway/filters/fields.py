@@ -34,8 +34,12 @@ def request_fields(body: dict[str, Any]) -> Iterator[Field]:
     yield from _texts(body, "input", "user", "input")
     yield from _texts(body, "messages", "user", "messages")
     # Descriptions of tools, schemas and documents reach the model's prompt as well.
-    for name, role in (("tools", "system"), ("functions", "system"), ("response_format", "system"),
-                       ("documents", "tool")):  # fmt: skip
+    for name, role in (
+        ("tools", "system"),
+        ("functions", "system"),
+        ("response_format", "system"),
+        ("documents", "tool"),
+    ):
         yield from _all_strings(body, name, role)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Literal, NamedTuple
 
@@ -13,7 +14,7 @@ from sol.errors import RequestError
 from sol.gateway.call import Call, Decision, OutputFilter
 from sol.gateway.errors import RequestTooLargeError
 from sol.gateway.filters.config import FilterConfig, InjectionRule, PiiRule, RuleOptions, SizeRule, TextRule
-from sol.gateway.filters.decisions import Counts, Digests, Finding, record
+from sol.gateway.filters.decisions import MAX_DECISIONS, Counts, Digests, Finding, record
 from sol.gateway.filters.detectors import BudgetError, Detection, Detector, DetectorThread
 from sol.gateway.filters.errors import ContentFilteredError, FilterFailedError
 from sol.gateway.filters.fields import Field, prompt_is_token_ids, request_fields
@@ -36,11 +37,20 @@ class _Found(NamedTuple):
     failures: list[tuple[Rule, Exception]]
 
 
+class _Verdict(NamedTuple):
+    counts: Counter[tuple[str, str, str, bool]]
+    findings: list[Finding]
+    refused: tuple[Field, Hit] | None
+    changes: list[tuple[Field, str]]
+
+
 class Filters:
     """Any number of requests at once, on one event loop. Raises `ConfigError` that names the rule."""
 
-    def __init__(self, configs: Sequence[FilterConfig], detectors: Sequence[Detector] | None = None) -> None:
-        """`detectors`: in place of those that the configuration asks for."""
+    def __init__(
+        self, configs: Sequence[FilterConfig], make_detector: Callable[[Rule], Detector] | None = None
+    ) -> None:
+        """`make_detector`: of rules that ask for a classifier or for Presidio, in place of those."""
         self.counts = Counts()
         self._digests = Digests()
         self._sizes = [config for config in configs if isinstance(config, SizeRule)]
@@ -52,8 +62,9 @@ class Filters:
         self._holding = compile_rules(withholding, streaming=True)
         self._watching = compile_rules([config for config in output if config not in withholding], streaming=True)
         self._reads_input = [config for config in rules if config.direction != "output"]
-        made = _detectors(rules) if detectors is None else detectors
-        self._detectors = [DetectorThread(detector) for detector in made]
+        make = make_detector or _make_detector
+        slow = [Rule(config, Search()) for config in rules if _needs_detector(config)]
+        self._detectors = [DetectorThread(make(rule)) for rule in slow]
         self._order = {config.name: number for number, config in enumerate(configs)}
         self._long = ThreadPoolExecutor(1, thread_name_prefix="filters")
 
@@ -76,19 +87,21 @@ class Filters:
         if not fields:
             return
         numbers = self._input.numbers(subject)
+        long = sum(len(field.text) for field in fields) > LONG
+        loop = asyncio.get_running_loop()
         found = _Found([], [])
-        if numbers:
-            if sum(len(field.text) for field in fields) > LONG:
-                loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(self._long, _find, self._input, numbers, fields)
-            else:
-                found = _find(self._input, numbers, fields)
+        if numbers and long:
+            found = await loop.run_in_executor(self._long, _find, self._input, numbers, fields)
+        elif numbers:
+            found = _find(self._input, numbers, fields)
         threads = [thread for thread in self._detectors if applies(thread.detector.rule.config.scope, subject)]
         if threads:
             for more in await asyncio.gather(*(self._detect(thread, fields) for thread in threads)):
                 found.hits.extend(more.hits)
                 found.failures.extend(more.failures)
-        self._act(call, found)
+        if found.hits or found.failures:
+            verdict = await loop.run_in_executor(self._long, self._judge, found) if long else self._judge(found)
+            self._act(call, verdict, found.failures)
 
     def output(self, call: Call) -> OutputFilter | None:
         """What looks at this call's answer; None: nothing need. Raises `RequestError` for answers that would carry what
@@ -193,27 +206,40 @@ class Filters:
             return _Found([], [(rule, error)])
         return _Found(_hits(rule, fields, detections), [])
 
-    def _act(self, call: Call, found: _Found) -> None:
+    def _judge(self, found: _Found) -> _Verdict:
+        """What is to be done. Of many findings only the first are kept."""
+        hits = self._sorted(found.hits)
+        counts: Counter[tuple[str, str, str, bool]] = Counter(
+            (c.name, "input", c.action, c.shadow) for c in (hit.rule.config for _, hit in hits)
+        )
+        findings = [self._finding(hit, field.where) for field, hit in hits[:MAX_DECISIONS]]
         refused: tuple[Field, Hit] | None = None
         redacted: dict[str, tuple[Field, list[Hit]]] = {}
-        for field, hit in self._sorted(found.hits):
-            finding = self._finding(hit, field.where)
-            self.counts.count("input", finding)
-            record(call, finding)
+        for field, hit in hits:
             if hit.rule.withholds:
                 if hit.rule.config.action == "reject":
-                    refused = refused or (field, hit)
-                else:
-                    redacted.setdefault(field.where, (field, []))[1].append(hit)
-        if refused is not None:
-            field, hit = refused
+                    refused = field, hit
+                    break
+                redacted.setdefault(field.where, (field, []))[1].append(hit)
+        changes = []
+        if refused is None:
+            for field, of_field in redacted.values():
+                of_field.sort(key=lambda hit: hit.start)
+                changes.append((field, apply(field.text, redactions(of_field))))
+        return _Verdict(counts, findings, refused, changes)
+
+    def _act(self, call: Call, verdict: _Verdict, failures: list[tuple[Rule, Exception]]) -> None:
+        self.counts.decisions.update(verdict.counts)
+        for finding in verdict.findings:
+            record(call, finding)
+        if verdict.refused is not None:
+            field, hit = verdict.refused
             raise ContentFilteredError(_message(hit.rule.config, field.where, "objects to"), param=field.where)
-        for rule, error in found.failures:
+        for rule, error in failures:
             self._failed(call, "input", rule, error)
-        if redacted:
-            for field, hits in redacted.values():
-                hits.sort(key=lambda hit: hit.start)
-                field.container[field.key] = apply(field.text, redactions(hits))  # type: ignore[index]
+        if verdict.changes:
+            for field, text in verdict.changes:
+                field.container[field.key] = text  # type: ignore[index]
             call.rewrite(call.json)
 
     def _failed(self, call: Call, direction: str, rule: Rule, error: Exception) -> None:
@@ -272,19 +298,21 @@ def _subject(call: Call) -> Subject:
     return Subject(call.model, call.class_name, call.principal.tenant if call.principal else "")
 
 
-def _detectors(rules: Sequence[TextRule]) -> list[Detector]:
-    """Those that the configuration asks for; what they need is imported only then."""
-    made: list[Detector] = []
-    for config in rules:
-        if isinstance(config, InjectionRule) and config.classifier:
-            from sol.gateway.filters.classifier import OnnxClassifier
+def _needs_detector(config: TextRule) -> bool:
+    return (isinstance(config, InjectionRule) and config.classifier is not None) or (
+        isinstance(config, PiiRule) and config.presidio is not None
+    )
 
-            made.append(OnnxClassifier(Rule(config, Search())))
-        elif isinstance(config, PiiRule) and config.presidio:
-            from sol.gateway.filters.presidio import PresidioDetector
 
-            made.append(PresidioDetector(Rule(config, Search())))
-    return made
+def _make_detector(rule: Rule) -> Detector:
+    """What it needs is imported only where it is asked for."""
+    if isinstance(rule.config, InjectionRule):
+        from sol.gateway.filters.classifier import OnnxClassifier
+
+        return OnnxClassifier(rule)
+    from sol.gateway.filters.presidio import PresidioDetector
+
+    return PresidioDetector(rule)
 
 
 def _too_big(rule: SizeRule, call: Call) -> tuple[str, str, RequestError | RequestTooLargeError] | None:

@@ -142,9 +142,9 @@ class Matcher:
         matches = []
         while waiting:
             (first, last), chosen = min(waiting, key=_start)
-            span = view.span(view.of_bytes(first), view.of_bytes(last))
-            matches.append(Match(*span, chosen.rule, chosen.label))
-            begin = max(last, view.to_bytes(span[1]))
+            start, end = view.of_bytes(first), view.of_bytes(last)
+            matches.append(Match(*view.span(start, end), chosen.rule, chosen.label))
+            begin = view.whole(end, last)
             after = []
             for bounds, expression in waiting:
                 following = bounds if bounds[0] >= begin else _next(view.data, expression, begin)

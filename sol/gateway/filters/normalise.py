@@ -77,8 +77,17 @@ class View:
     positions in the text do not.
     """
 
-    __slots__ = ("_bytes_seen", "_characters_seen", "_data", "_folded", "_folded_starts", "_starts", "lead", "plain",
-                 "text")  # fmt: skip
+    __slots__ = (
+        "_bytes_seen",
+        "_characters_seen",
+        "_data",
+        "_folded",
+        "_folded_starts",
+        "_starts",
+        "lead",
+        "plain",
+        "text",
+    )
 
     def __init__(self, text: str, before: str = "") -> None:
         self.text = text
@@ -128,6 +137,15 @@ class View:
         if len(self.data) == len(self.plain) == len(self.lead) + len(self.text) and self.text.isascii():
             return len(self.lead) + position
         return len((self.lead + self.text[:position].translate(_TABLE)).encode(errors="replace"))
+
+    def whole(self, end: int, position: int) -> int:
+        """`position`, the place in `data` of `plain[end]`, moved to where the next character of the text begins if that
+        before it became several of which some follow."""
+        starts = self._plain_starts()
+        while end < len(starts) and starts[end] == starts[end - 1]:
+            position += len(self.plain[end].encode(errors="replace"))
+            end += 1
+        return position
 
     def span(self, start: int, end: int) -> tuple[int, int]:
         """The part of the text that `plain[start:end]`, which is not empty, comes from."""

@@ -112,9 +112,7 @@ class AnswerFilter:
             message = choice.get("message")
             if isinstance(message, dict) and isinstance(message.get("tool_calls"), list):
                 # Half of the arguments is no call that anybody should make.
-                message["tool_calls"] = [
-                    call for call in message["tool_calls"] if not _cut_short(call)
-                ] or None  # fmt: skip
+                message["tool_calls"] = [call for call in message["tool_calls"] if not _cut_short(call)] or None
         return changed
 
 
@@ -247,9 +245,7 @@ class StreamFilter:
                 return self._cut(choice)
         return changed
 
-    def _release(
-        self, index: int, state: _Choice, channel: Channel, text: str, *, final: bool
-    ) -> tuple[str, bool]:  # fmt: skip
+    def _release(self, index: int, state: _Choice, channel: Channel, text: str, *, final: bool) -> tuple[str, bool]:
         where = f"choices[{index}].{_name(channel)}"
         if self._rules.watching:
             window = state.watching.get(channel)
