@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sol.engines.secrets import command_text
 from sol.engines.service import Service, free_port
 from sol.errors import ConfigError
 
@@ -64,9 +65,8 @@ class ServerCommand:
 
     @property
     def text(self) -> str:
-        """As one would type it."""
-        assigned = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        return " ".join([*assigned, shlex.join(self.argv)])
+        """As one would type it, but for the values of keys."""
+        return command_text(self.argv, self.env)
 
     def service(self, **options: Any) -> Service:
         """`Service` with these and with its other options (`log`, `name`, `start_timeout`)."""

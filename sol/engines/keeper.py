@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sol.engines.commands import ServerCommand
 from sol.engines.service import Service, how_it_ended
-from sol.errors import EngineStartError
+from sol.errors import EngineStartError, SolError
 
 _log = logging.getLogger("sol.engines")
 
@@ -88,8 +88,9 @@ class Keeper:
                 self._service = self._new()
                 try:
                     await self._service.start(self._start_timeout)
-                except EngineStartError as error:
-                    reason = f"{self.name} did not start: {error.problem}"
+                except SolError as error:  # also a log that cannot be written any more
+                    problem = error.problem if isinstance(error, EngineStartError) else error.message
+                    reason = f"{self.name} did not start: {problem}"
                 else:
                     _log.info("%s is ready again at %s", self.name, self.command.url)
                     break

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+from sol.engines.secrets import without_secrets
 from sol.errors import ConfigError, EngineStartError
 
 _log = logging.getLogger("sol.engines")
@@ -195,11 +196,12 @@ class Service:
                     ) from None
                 self._log_start = output.seek(0, os.SEEK_END)
             # It runs before the server does, so there is no moment in which our death would leave the server alone.
-            guard = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0,
-            )  # fmt: skip
+            guard: subprocess.Popen[bytes] | None = None
             try:
+                guard = subprocess.Popen(  # noqa: S603
+                    [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0,
+                )  # fmt: skip
                 self._process = subprocess.Popen(  # noqa: S603  (the user's own command, no shell)
                     self.command,
                     stdin=subprocess.DEVNULL,
@@ -209,8 +211,9 @@ class Service:
                     process_group=guard.pid,
                 )
             except OSError as error:
-                guard.kill()
-                guard.wait()
+                if guard is not None:
+                    guard.kill()
+                    guard.wait()
                 raise self._failure(f"{self.command[0]} cannot be run: {error.strerror}") from None
         self._guard = guard
         if self._process.stdout is not None:
@@ -275,7 +278,7 @@ class Service:
         # What it wrote last may still be on its way through the pipe.
         if self._reader is not None and self._gone:
             self._reader.join(timeout=1.0)
-        return EngineStartError(self.name, self.command, self._returncode, self.tail(), problem)
+        return EngineStartError(self.name, without_secrets(self.command), self._returncode, self.tail(), problem)
 
     # ── stop ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -112,3 +112,17 @@ def test_flags_of_a_wrapper_are_not_the_server_s() -> None:
     assert found is not None
     assert found[1] == 5
     assert command_from_text("wrapper --port 1 vllm serve m", port=9000).url == "http://127.0.0.1:9000"
+
+
+def test_keys_are_not_shown() -> None:
+    text = (
+        "HF_TOKEN=a A_KEY=b MODE=c vllm serve m --api-key d e --hf-token=f --max-num-batched-tokens 8k "
+        "--max_num_tokens=10 --ssl-keyfile g --password 'h i' --seed 3"
+    )
+    command = command_from_text(text, port=9000)
+    assert command.env == {"HF_TOKEN": "a", "A_KEY": "b", "MODE": "c"}
+    assert command.argv[3:6] == ("--api-key", "d", "e")
+    assert command.text == (
+        "HF_TOKEN=*** A_KEY=*** MODE=c vllm serve m --api-key *** *** --hf-token=*** --max-num-batched-tokens 8k "
+        "--max_num_tokens=10 --ssl-keyfile g --password *** --seed 3 --host 127.0.0.1 --port 9000"
+    )

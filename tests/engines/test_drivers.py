@@ -13,10 +13,12 @@ import yaml
 
 from sol.cli import build_parser
 from sol.cli.serve import server_config
+from sol.config import flag_options
 from sol.engines.commands import find_program
 from sol.engines.drivers import DRIVERS, driver_named
 from sol.engines.spec import EngineSpec, engine_spec
 from sol.errors import ConfigError
+from sol.speculation.config import DRAFTERS
 
 EVERYTHING: dict[str, Any] = {
     "served_model_name": "name",
@@ -77,12 +79,13 @@ def test_sol_takes_drafters_joined_and_options_of_its_own() -> None:
     assert config.engine.speculative().num_exit_layers == 3
 
 
-def test_sol_s_choices_are_those_of_its_parser() -> None:
+def test_sol_s_choices_and_drafters_are_its_own() -> None:
     driver = driver_named("sol")
-    for name, choices in driver.choices.items():
-        for value in choices:
-            command = words("sol", {name: value})
-            assert getattr(build_parser().parse_args(command[command.index("serve") :]), name) == value
+    options = {option.name: option for option in flag_options()}
+    assert {name: tuple(values) for name, values in driver.choices.items()} == {
+        name: options[name].choices for name in ("quantization", "dtype", "kv_cache_dtype")
+    }
+    assert set(driver.methods) == set(DRAFTERS)
 
 
 def test_vllm() -> None:

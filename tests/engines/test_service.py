@@ -103,9 +103,11 @@ async def test_one_that_never_gets_ready_is_stopped() -> None:
 
 
 async def test_a_program_that_is_not_there() -> None:
-    server = Service(["/no/such/program"], url=f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(EngineStartError, match="cannot be run: No such file"):
+    server = Service(["/no/such/program", "--api-key", "hidden"], url=f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(EngineStartError, match="cannot be run: No such file") as caught:
         await server.start(1)
+    assert "hidden" not in caught.value.message
+    assert "--api-key" in caught.value.message
     assert not server.running
     await server.stop()
 
