@@ -118,25 +118,32 @@ class Channel(NamedTuple):
 CHOICE_TEXTS: Final = ("reasoning_content", "reasoning", "content", "refusal")
 
 
-def choice_fields(choice: dict[str, Any]) -> Iterator[tuple[Channel, dict[str, Any], str]]:
+_CONTENT: Final = Channel("content")
+_TEXT: Final = Channel("text")
+
+
+def choice_fields(choice: dict[str, Any]) -> list[tuple[Channel, dict[str, Any], str]]:
     """The texts of a choice, of a whole answer or of a chunk: each `container[key]` is a string, perhaps empty."""
-    if isinstance(choice.get("text"), str):
-        yield Channel("text"), choice, "text"
     holder = choice.get("delta")
     if not isinstance(holder, dict):
         holder = choice.get("message")
-        if not isinstance(holder, dict):
-            return
-    for name in CHOICE_TEXTS:
-        if isinstance(holder.get(name), str):
-            yield Channel(name), holder, name
+    if not isinstance(holder, dict):
+        return [(_TEXT, choice, "text")] if isinstance(choice.get("text"), str) else []
+    content = holder.get("content")
+    if len(holder) == 1 and isinstance(content, str):  # nearly all chunks
+        return [(_CONTENT, holder, "content")]
+    found = [(Channel(name), holder, name) for name in CHOICE_TEXTS if isinstance(holder.get(name), str)]
+    if isinstance(choice.get("text"), str):
+        found.append((_TEXT, choice, "text"))
     calls = holder.get("tool_calls")
     if isinstance(calls, list):
         for place, call in enumerate(calls):
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 index = call.get("index")
-                yield Channel("arguments", index if isinstance(index, int) else place), function, "arguments"
+                number = index if isinstance(index, int) else place
+                found.append((Channel("arguments", number), function, "arguments"))
     function = holder.get("function_call")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        yield Channel("function_call"), function, "arguments"
+        found.append((Channel("function_call"), function, "arguments"))
+    return found

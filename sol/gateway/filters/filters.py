@@ -25,7 +25,7 @@ from sol.gateway.filters.window import apply, redactions
 
 logger = logging.getLogger("sol.gateway.filters")
 
-LONG: Final = 32_768
+LONG: Final = 8192
 """Characters of a request above which rules look at it in a thread, so that nobody else's chunk waits."""
 _NO_TEXT_ANSWERS: Final = ("/embeddings", "/tokenize", "/detokenize", "/rerank", "/score", "/classify", "/pooling")
 """Of no model, that is."""

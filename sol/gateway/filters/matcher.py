@@ -115,10 +115,10 @@ class Matcher:
         if self._words is not None:
             text = view.folded
             end = len(text)
-            for start in range(max(view.folded_lead, end - self._longest_word), end):
-                if text[start] in self._first_characters and self._words.match(text[start:]):
-                    at = min(at, view.folded_span(start, end)[0])
-                    break
+            begin = max(view.folded_lead, end - self._longest_word)
+            for start, character in enumerate(text[begin:], begin):
+                if character in self._first_characters and self._words.match(text[start:]):
+                    return min(at, view.folded_span(start, end)[0])
         return at
 
     def _matching(self, data: bytes) -> dict[int, list[_Compiled]]:

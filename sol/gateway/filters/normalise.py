@@ -108,7 +108,7 @@ class View:
     @property
     def folded_lead(self) -> int:
         """Characters of the folded view that are context."""
-        return len(self.lead.casefold())
+        return len(self.lead) if self.lead.isascii() else len(self.lead.casefold())
 
     @property
     def data(self) -> bytes:
@@ -120,7 +120,7 @@ class View:
 
     @property
     def data_lead(self) -> int:
-        return len(self.lead.encode(errors="replace"))
+        return len(self.lead) if self.lead.isascii() else len(self.lead.encode(errors="replace"))
 
     def of_bytes(self, position: int) -> int:
         """The place in the plain view of a place in `data`. Fast for places that ascend."""
@@ -134,8 +134,8 @@ class View:
 
     def to_bytes(self, position: int) -> int:
         """The place in `data` where the character of the text at `position`, or the first visible one after, begins."""
-        if len(self.data) == len(self.plain) == len(self.lead) + len(self.text) and self.text.isascii():
-            return len(self.lead) + position
+        if self._is_itself:
+            return self.data_lead + position
         return len((self.lead + self.text[:position].translate(_TABLE)).encode(errors="replace"))
 
     def whole(self, end: int, position: int) -> int:
@@ -149,10 +149,14 @@ class View:
 
     def span(self, start: int, end: int) -> tuple[int, int]:
         """The part of the text that `plain[start:end]`, which is not empty, comes from."""
+        if self._is_itself:
+            return start - len(self.lead), end - len(self.lead)
         starts = self._plain_starts()
         return starts[start], starts[end - 1] + 1
 
     def folded_span(self, start: int, end: int) -> tuple[int, int]:
+        if self._is_itself and self.lead.isascii():
+            return start - len(self.lead), end - len(self.lead)
         if self._folded_starts is None:
             if len(self.folded) == len(self.plain):  # case folding never shortens, so no character became two
                 self._folded_starts = self._plain_starts()
@@ -163,15 +167,22 @@ class View:
 
     def last_plain(self, end: int) -> str:
         """What the plain view of the text up to `end` ends with: the context of what follows."""
-        for index in range(end - 1, -1, -1):
-            replaced = plain(self.text[index])
+        text = self.text
+        while end:
+            end -= 1
+            replaced = text[end].translate(_TABLE)
             if replaced:
                 return replaced[-1]
         return self.lead
 
+    @property
+    def _is_itself(self) -> bool:
+        """ASCII of which nothing was left out."""
+        return self.text.isascii() and len(self.plain) == len(self.lead) + len(self.text)
+
     def _plain_starts(self) -> list[int]:
         if self._starts is None:
-            if self.text.isascii() and len(self.plain) == len(self.lead) + len(self.text):
+            if self._is_itself:
                 own = list(range(len(self.text)))
             else:
                 own = [index for index, c in enumerate(self.text) for _ in plain(c)]

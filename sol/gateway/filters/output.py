@@ -80,7 +80,7 @@ class AnswerFilter:
 
     def _choice(self, choice: dict[str, Any], where: str) -> bool:
         changed = ended = False
-        for channel, container, key in list(choice_fields(choice)):
+        for channel, container, key in choice_fields(choice):
             text = container[key]
             if ended:  # what a stream would not have sent any more
                 container[key] = ""
@@ -219,7 +219,6 @@ class StreamFilter:
         """Takes the choice's texts through their windows; whether it changed. `before`: gets chunks to send first."""
         changed = False
         finishes = choice.get("finish_reason") is not None
-        fed = set()
         for channel, container, key in choice_fields(choice):
             text = container[key]
             if not text:
@@ -231,7 +230,6 @@ class StreamFilter:
                 if state.ended:
                     return self._cut(choice)
             state.last = channel
-            fed.add(channel)
             released, rejected = self._release(index, state, channel, text, final=finishes)
             if rejected:
                 container[key] = released
@@ -290,7 +288,7 @@ class StreamFilter:
     def _cut(self, choice: dict[str, Any], keep: Channel | None = None) -> bool:
         """Make the choice its own end; of its texts only those up to `keep`, which has been cut already, stay."""
         seen = keep is None
-        for channel, container, key in list(choice_fields(choice)):
+        for channel, container, key in choice_fields(choice):
             if seen:
                 container[key] = ""
             seen = seen or channel == keep
@@ -328,7 +326,7 @@ def _is_empty(choice: dict[str, Any]) -> bool:
     if choice.get("text") == "":
         return True
     delta = choice.get("delta")
-    return isinstance(delta, dict) and all(value in ("", None) for value in delta.values())
+    return isinstance(delta, dict) and not delta.get("content") and all(value in ("", None) for value in delta.values())
 
 
 def _data(event: bytes) -> bytes | None:

@@ -28,17 +28,23 @@ def luhn(digits: str) -> bool:
     return (sum(map(int, digits[-1::-2])) + sum(d * 2 - 9 * (d > 4) for d in doubled)) % 10 == 0
 
 
+_DOUBLED: Final = (0, 2, 4, 6, 8, 1, 3, 5, 7, 9)
+
+
 def _card(text: str, following: str) -> int:
-    """Groups that follow the number may have matched with it, so whole groups are taken off until it fits."""
-    end = len(text)
-    while end:
-        digits = "".join(filter(str.isdigit, text[:end]))
-        if len(digits) < 13:
-            return 0
-        if luhn(digits) and len(set(digits)) > 1:
-            return end
-        end = max(text.rfind(" ", 0, end), text.rfind("-", 0, end), 0)
-    return 0
+    """Groups that follow the number may have matched with it, so it may end with any group. One pass tries all ends: a
+    text of nothing but digits and spaces has such a match at every one of them."""
+    end = count = 0
+    sums = [0, 0]  # with the digits at even places doubled, and with those at odd ones
+    for place, character in enumerate(text):
+        if character.isdigit():
+            digit = int(character)
+            sums[count % 2] += _DOUBLED[digit]
+            sums[1 - count % 2] += digit
+            count += 1
+            if count >= 13 and not text[place + 1 : place + 2].isdigit() and sums[count % 2] % 10 == 0:
+                end = place + 1
+    return end if len(set(text[:end]) - {" ", "-"}) > 1 else 0
 
 
 _COUNTRIES_BY_IBAN_LENGTH: Final = {
