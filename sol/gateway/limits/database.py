@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
-from sqlalchemy import JSON, BigInteger, Boolean, Column, DateTime, Float, Index, Integer, MetaData, Table, Text, event
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    DateTime,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    event,
+    select,
+)
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
@@ -61,7 +74,6 @@ USAGE: Final = Table(
 )
 
 _Result = TypeVar("_Result")
-_RETRY_SECONDS = 1.0
 
 
 class DatabaseAwayError(NoCapacityError):
@@ -94,12 +106,12 @@ class Database:
             event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
         self.dialect = self._engine.dialect.name
         self._has_tables = False
-        self._failed_at: float | None = None
+        self._away = False
 
     @property
     def away(self) -> bool:
-        """It failed to answer last, and a moment ago: asking again now is not worth anybody's time."""
-        return self._failed_at is not None and time.monotonic() - self._failed_at < _RETRY_SECONDS
+        """It failed to answer last: who can do without it should, until somebody who can wait has had an answer."""
+        return self._away
 
     async def run(self, work: Callable[[AsyncConnection], Awaitable[_Result]]) -> _Result:
         """`work` in a transaction. Raises `DatabaseAwayError`; what is wrong with the values themselves is raised as
@@ -116,19 +128,23 @@ class Database:
             raise
         except (SQLAlchemyError, OSError, TimeoutError) as error:
             raise self._is_away(error) from None
-        if self._failed_at is not None:
+        if self._away:
             logger.warning("the database is back")
-        self._failed_at = None
+        self._away = False
         self._has_tables = True
         return result
+
+    async def ping(self) -> None:
+        """Raises `DatabaseAwayError`."""
+        await self.run(lambda connection: connection.execute(select(1)))
 
     async def close(self) -> None:
         await self._engine.dispose()
 
     def _is_away(self, error: Exception) -> DatabaseAwayError:
-        if self._failed_at is None:
+        if not self._away:
             logger.error("the database is away: %s: %.300s", type(error).__name__, error)
-        self._failed_at = time.monotonic()
+        self._away = True
         return DatabaseAwayError("the database does not answer at the moment; try again in a few seconds")
 
 

@@ -10,8 +10,8 @@ as much.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import itertools
 import logging
 import time
 import uuid
@@ -27,6 +27,7 @@ from sol.gateway.limits.redis_ledger import AWAY, RedisLedger
 logger = logging.getLogger("sol.gateway.limits")
 
 _ASK_EVERY = 1.0
+_TOLD_AT_ONCE = 2000
 _UNSETTLED = 100_000
 """Ended requests that are told to Redis once it is back. All of them are recorded, whatever becomes of these."""
 
@@ -53,6 +54,8 @@ class FailoverLedger:
         self._fail = fail
         self._local = MemoryLedger(lease=lease, clock=clock)
         self._clock = clock
+        self._lease = lease
+        self._expire_from = 0.0
         self._replica = uuid.uuid4().hex
         self._away_since: float | None = None
         self._elsewhere: set[str] = set()
@@ -67,28 +70,36 @@ class FailoverLedger:
         return self._away_since is not None
 
     async def reserve(self, reservation: Reservation) -> None:
-        if not self.away:
+        asked = not self.away
+        if asked:
             try:
                 await self._shared.reserve(reservation)
                 self._local.note(reservation)
                 return
             except AWAY as error:
                 self._is_away(error)
+        else:
+            self._elsewhere.add(reservation.id)
         if self._fail == "closed":
             raise LimitsUnavailableError("limits cannot be checked at the moment; try again in a few seconds")
-        self._elsewhere.add(reservation.id)
         if self._fail == "open":
             self._local.note(reservation)
             reservation.standings = ()
             return
         mine = Reservation(
-            reservation.id, scaled(reservation.limits, self.replicas), reservation.tokens, reservation.info
+            reservation.id,
+            scaled(reservation.limits, self.replicas),
+            reservation.tokens,
+            reservation.info,
+            settled=reservation.settled,
         )
         mine.tokens = min([mine.tokens, *(limit.tokens for limit in mine.limits if limit.tokens)])
         try:
             self._local.take(mine)
         except BaseException:
             self._elsewhere.discard(reservation.id)
+            if asked:  # Redis may have taken it all the same, and not have said so in time
+                self._keep_for_later(reservation, 0, 0)
             raise
         finally:
             reservation.standings = mine.standings
@@ -98,7 +109,7 @@ class FailoverLedger:
         elsewhere = reservation.id in self._elsewhere
         self._elsewhere.discard(reservation.id)
         if first and not (self.away and elsewhere):
-            self._unsettled[reservation.id] = (reservation, tokens, requests)
+            self._keep_for_later(reservation, tokens, requests)
             if not self.away:
                 await self._tell(reservation.id)
         return first
@@ -114,7 +125,8 @@ class FailoverLedger:
     async def expire(self) -> list[Orphan]:
         """Of replicas that died; those of this one are here only if somebody forgot to settle them."""
         found = {orphan.id: orphan for orphan in await self._local.expire()}
-        if not self.away:
+        # Leases ran out while nobody could renew them: all who are alive get the time to.
+        if not self.away and self._clock() >= self._expire_from:
             try:
                 found.update({orphan.id: orphan for orphan in await self._shared.expire()})
             except AWAY as error:
@@ -140,7 +152,8 @@ class FailoverLedger:
         if self._away_since is not None:
             logger.warning("Redis is back after %.0f s: limits are shared again", self._clock() - self._away_since)
             self._away_since = None
-        for key in list(self._unsettled):
+            self._expire_from = self._clock() + self._lease
+        for key in list(itertools.islice(self._unsettled, _TOLD_AT_ONCE)):
             if self.away:
                 return
             await self._tell(key)
@@ -166,12 +179,13 @@ class FailoverLedger:
             await self._shared.settle(*entry)
         except AWAY as error:
             self._is_away(error)
-            while len(self._unsettled) > _UNSETTLED:
-                self._unsettled.pop(next(iter(self._unsettled)))
-        except asyncio.CancelledError:
-            raise  # kept, and told by the next tick
         else:
             self._unsettled.pop(key, None)
+
+    def _keep_for_later(self, reservation: Reservation, tokens: int, requests: int) -> None:
+        self._unsettled[reservation.id] = (reservation, tokens, requests)
+        if len(self._unsettled) > _UNSETTLED:
+            self._unsettled.pop(next(iter(self._unsettled)))
 
     def _is_away(self, error: Exception) -> None:
         if self._away_since is None:

@@ -29,6 +29,9 @@ _UNKNOWN = 10_000
 _AT_ONCE = 4
 _CHUNK = 500
 _START_SECONDS = 2.0
+_RETRY_SECONDS = 1.0
+_LOOKED_UP = 1000
+"""Keys at a time: somebody may send made-up ones, each of which has to be asked for."""
 _ACTIVE_SECONDS = 600.0
 """Keys used within this time are looked up again before they are used; others when they are."""
 
@@ -113,6 +116,8 @@ class DatabaseKeys:
     async def _look_up(self, key_sha256: str) -> None:
         task = self._looking.get(key_sha256)
         if task is None:
+            if len(self._looking) >= _LOOKED_UP:
+                raise KeysUnavailableError("too many API keys that nobody has seen before are being looked up")
             task = asyncio.create_task(self._ask([key_sha256]))
             self._looking[key_sha256] = task
             task.add_done_callback(lambda _: self._looking.pop(key_sha256, None))
@@ -151,7 +156,9 @@ class DatabaseKeys:
             except Exception:
                 logger.exception("refreshing keys failed")
             self._tried.set()
-            await asyncio.sleep(self._refresh if self._loaded else min(1.0, self._refresh))
+            # While the database is away, nobody else asks whether it is back.
+            settled = self._loaded and not self._database.away
+            await asyncio.sleep(self._refresh if settled else min(_RETRY_SECONDS, self._refresh))
 
     async def _refresh_once(self) -> None:
         try:
@@ -166,6 +173,8 @@ class DatabaseKeys:
                 return
             since = self._clock() - _ACTIVE_SECONDS
             active = [digest for digest, known in self._known.items() if known.used >= since]
+            if not active:
+                await self._database.ping()
             for start in range(0, len(active), _CHUNK):
                 await self._ask(active[start : start + _CHUNK])
         except DatabaseAwayError:

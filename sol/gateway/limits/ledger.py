@@ -56,6 +56,8 @@ class Reservation:
     info: str = ""
     """What whoever finds the reservation without its owner needs to know of it; the ledger does not look into it."""
     standings: tuple[Standing, ...] = field(default=())
+    settled: bool = False
+    """By this process. Kept here, not by the ledger, which would have to remember all that there ever were."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class _Entry:
 
 class MemoryLedger:
     """`window`: seconds that a limit is for; `lease`: seconds after which an owner that is silent has died;
-    `retention`: seconds for which settled reservations are remembered, so that settling them again changes nothing."""
+    `retention`: seconds for which it may still settle what was given up then."""
 
     def __init__(
         self,
@@ -108,7 +108,6 @@ class MemoryLedger:
         self._windows: dict[str, _Window] = {}
         self._open: dict[str, _Entry] = {}
         self._orphans: OrderedDict[str, tuple[float, _Entry]] = OrderedDict()
-        self._settled: OrderedDict[str, float] = OrderedDict()
 
     async def reserve(self, reservation: Reservation) -> None:
         self.take(reservation)
@@ -118,7 +117,7 @@ class MemoryLedger:
         now, quantum = self._now()
         windows = [self._current(limit.scope, quantum) for limit in reservation.limits]
         error: RateLimitError | None = None
-        if reservation.id not in self._open and reservation.id not in self._settled:
+        if reservation.id not in self._open and not reservation.settled:
             error = beyond(reservation.limits, reservation.tokens) or self._refusal(reservation, windows, now)
             if error is None:
                 cells = tuple(window.add(quantum, 1, reservation.tokens) for window in windows)
@@ -148,9 +147,9 @@ class MemoryLedger:
 
     def give_back(self, reservation: Reservation, tokens: int, requests: int = 1) -> bool:
         """`settle`, which waits for nothing here."""
-        if reservation.id in self._settled:
+        if reservation.settled:
             return False
-        now, quantum = self._now()
+        _, quantum = self._now()
         entry = self._open.pop(reservation.id, None)
         if entry is None:
             orphan = self._orphans.pop(reservation.id, None)
@@ -166,13 +165,13 @@ class MemoryLedger:
                 window.change(cell, requests - 1, min(0, tokens - entry.charged))
             if tokens > entry.charged:
                 window.add(quantum, 0, tokens - entry.charged)
-        self._settled[reservation.id] = now
+        reservation.settled = True
         return True
 
     def note(self, reservation: Reservation) -> None:
         """Count a request that another ledger has let through."""
         now, quantum = self._now()
-        if reservation.id not in self._open:
+        if reservation.id not in self._open and not reservation.settled:
             windows = [self._current(limit.scope, quantum) for limit in reservation.limits]
             cells = tuple(window.add(quantum, 1, reservation.tokens) for window in windows)
             self._open[reservation.id] = _Entry(reservation, cells, reservation.tokens, now + self._lease)
@@ -192,8 +191,6 @@ class MemoryLedger:
             entry = self._open.pop(key)
             self._orphans[key] = (now, entry)
             found.append(Orphan(key, entry.reservation.info, entry.seen))
-        while self._settled and next(iter(self._settled.values())) <= now - self._retention:
-            self._settled.popitem(last=False)
         while self._orphans and next(iter(self._orphans.values()))[0] <= now - self._retention:
             self._orphans.popitem(last=False)
         for scope, window in list(self._windows.items()):
@@ -214,7 +211,7 @@ class MemoryLedger:
             quanta = [cell.quantum for cell in window.cells]
             assert quanta == sorted(set(quanta)), scope
         for key, entry in self._open.items():
-            assert key not in self._settled, key
+            assert not entry.reservation.settled, key
             assert key not in self._orphans, key
             for cell in entry.cells:
                 assert cell.gone or cell.tokens >= entry.charged, key

@@ -323,10 +323,10 @@ def run_machine(make: Any, examples: int) -> None:
 
 
 def test_the_ledger_in_memory_does_as_its_model() -> None:
-    run_machine(lambda clock: MemoryLedger(clock=clock, retention=1e9), 100)
+    run_machine(lambda clock: MemoryLedger(clock=clock, retention=1e9), 60)
 
 
 def test_the_ledger_in_redis_does_as_its_model(shared_redis: str) -> None:
     run_machine(
-        lambda clock: RedisLedger(shared_redis, prefix=uuid.uuid4().hex, clock=clock, timeout=10, retention=1e6), 12
+        lambda clock: RedisLedger(shared_redis, prefix=uuid.uuid4().hex, clock=clock, timeout=10, retention=1e6), 10
     )
