@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sol.compare.verdict import Plan
 
 _FORMATS = ("json", "html")
+_LONG_ROUND_SECONDS = 10.0
 
 _OF_SERVERS = (
     "model", "a_model", "b_model", "api_key", "header", "route", "temperature", "extra_body", "a_body", "b_body",
@@ -335,8 +336,11 @@ class _Display:
     async def watch(self, name: str, tally: Any) -> None:
         from sol.bench.progress import show_round
 
-        if not self._quiet:
-            await show_round(name, tally)
+        if self._quiet:
+            return
+        if not sys.stderr.isatty():  # lines that stay: a round that ends soon needs none
+            await asyncio.sleep(_LONG_ROUND_SECONDS)
+        await show_round(name, tally)
 
     def block(self, progress: Progress) -> None:
         from sol.compare.summary_text import NAMES, announcement

@@ -162,9 +162,11 @@ def _of_prompt(choice: Mapping[str, Any]) -> list[Position]:
     for listed in choice["prompt_logprobs"]:
         if listed is None:
             continue
-        entries = {
-            str(entry.get("decoded_token") or number): float(entry["logprob"]) for number, entry in listed.items()
-        }
+        entries: dict[str, float] = {}
+        for number, entry in listed.items():
+            text = str(entry.get("decoded_token") or number)
+            # Parts of characters all look alike; two ids are two tokens whatever they look like.
+            entries[text if text not in entries else f"{text} {number}"] = float(entry["logprob"])
         token, logprob = next(iter(entries.items()))
         positions.append(Position(token, logprob, entries))
     return positions
