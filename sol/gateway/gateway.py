@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sol.errors import ConfigError
 from sol.gateway.auth import AuthenticateStage, Authenticator
 from sol.gateway.config import GatewayConfig
-from sol.gateway.limits.stage import Accounts, LimitStage
+from sol.gateway.limits.stage import LimitStage
 from sol.gateway.pipeline import Pipeline, Stage
 from sol.gateway.relay.relay import Relay
 from sol.gateway.routing.fleet import Fleet
@@ -34,7 +34,12 @@ class Gateway:
         self.config = config
         self.fleet = Fleet(config)
         self.route = RouteStage(self.fleet, config.routing)
-        self._accounts = Accounts(config.database) if config.database is not None else None
+        self._accounts: Accounts | None = None
+        if config.database is not None:
+            # SQLAlchemy is loaded by who configures a database.
+            from sol.gateway.limits.accounts import Accounts
+
+            self._accounts = Accounts(config.database)
         self.authenticator = Authenticator(config.keys, () if self._accounts is None else (self._accounts.keys,))
         self.pipeline = Pipeline(self._stages())
         self.relay = Relay(self.fleet, Router(self.fleet, config.routing), self.route, config.relay)

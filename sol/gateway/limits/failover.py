@@ -40,7 +40,7 @@ class LimitsUnavailableError(NoCapacityError):
 
 
 class FailoverLedger:
-    """`fail` as in `RedisOptions`. `tick` has to be called about once a second."""
+    """`fail` as in `RedisOptions`."""
 
     def __init__(
         self,

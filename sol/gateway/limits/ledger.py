@@ -106,6 +106,10 @@ class Ledger(Protocol):
         """
         ...
 
+    async def tick(self) -> None:
+        """To be called about once a second, for what has to be done now and then."""
+        ...
+
     async def standing(self, limit: Limit) -> Standing: ...
 
     async def check_integrity(self) -> None:

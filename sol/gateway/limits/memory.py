@@ -199,6 +199,9 @@ class MemoryLedger:
                 del self._windows[scope]
         return found
 
+    async def tick(self) -> None:
+        pass
+
     async def standing(self, limit: Limit) -> Standing:
         now, quantum = self._now()
         return self._standing(limit, self._current(limit.scope, quantum), now)

@@ -128,6 +128,9 @@ class RedisLedger:
             if len(answer) < 3 * _ORPHANS_AT_ONCE:
                 return found
 
+    async def tick(self) -> None:
+        pass
+
     async def standing(self, limit: Limit) -> Standing:
         now = await self._server_now()
         taken, quanta = await self._read(limit.scope)

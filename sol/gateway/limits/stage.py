@@ -9,22 +9,22 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from sol.gateway.call import Call, Outcome, Usage
 from sol.gateway.errors import RateLimitError
-from sol.gateway.limits.config import DatabaseOptions, LimitsConfig, Price
+from sol.gateway.limits.config import LimitsConfig, Price
 from sol.gateway.limits.cost import Totals, cost_nano
-from sol.gateway.limits.database import Database
 from sol.gateway.limits.estimate import Estimates, choices, prompt_size
-from sol.gateway.limits.failover import FailoverLedger
-from sol.gateway.limits.journal import Journal
-from sol.gateway.limits.keys import DatabaseKeys
 from sol.gateway.limits.ledger import Ledger, Orphan, RequestBeyondLimitError, Reservation, Standing
 from sol.gateway.limits.memory import MemoryLedger
 from sol.gateway.limits.policy import Limits
-from sol.gateway.limits.usage import ORPHAN, UsageRecord, UsageWriter
+from sol.gateway.limits.records import ORPHAN, UsageRecord
+
+if TYPE_CHECKING:
+    from sol.gateway.limits.accounts import Accounts
 
 logger = logging.getLogger("sol.gateway.limits")
 
@@ -33,26 +33,6 @@ _LAST_BYTE_SECONDS = 0.02
 """From the last byte of an answer to its settlement, at most, on a gateway that keeps up."""
 _NO_OUTPUT = ("/embeddings", "/rerank", "/score", "/classify", "/pooling", "/tokenize", "/detokenize")
 _NOBODY = "anonymous"
-
-
-class Accounts:
-    """Keys and usage in a database. Raises `ConfigError` for one that cannot be used."""
-
-    def __init__(self, options: DatabaseOptions) -> None:
-        self.database = Database(options)
-        self.keys = DatabaseKeys(self.database, refresh=options.key_refresh_seconds)
-        self.usage = UsageWriter(
-            self.database, Journal(options.journal, options.journal_max_bytes), flush=options.flush_seconds
-        )
-
-    async def start(self) -> None:
-        await self.keys.start()
-        await self.usage.start()
-
-    async def close(self) -> None:
-        await self.keys.close()
-        await self.usage.close()
-        await self.database.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -225,8 +205,7 @@ class LimitStage:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             try:
-                if isinstance(self.ledger, FailoverLedger):
-                    await self.ledger.tick()
+                await self.ledger.tick()
                 seen = [(item.reservation.id, _seen(item.call)) for item in self._open.values() if item.in_ledger]
                 if seen:
                     await self.ledger.renew(seen)
@@ -298,7 +277,9 @@ def _duration(seconds: float) -> bytes:
 def _ledger(config: LimitsConfig) -> Ledger:
     if config.redis is None:
         return MemoryLedger(lease=config.lease_seconds)
-    from sol.gateway.limits.redis_ledger import RedisLedger  # only who configures it needs its client
+    # Only who configures Redis waits for its client to be loaded.
+    from sol.gateway.limits.failover import FailoverLedger
+    from sol.gateway.limits.redis_ledger import RedisLedger
 
     shared = RedisLedger(
         config.redis.url, prefix=config.redis.prefix, timeout=config.redis.timeout_seconds, lease=config.lease_seconds

@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from sol.gateway.limits.database import USAGE, Database, DatabaseAwayError
 from sol.gateway.limits.journal import Journal, Segment
+from sol.gateway.limits.records import ORPHAN, UsageRecord
 
 logger = logging.getLogger("sol.gateway.usage")
 
@@ -26,35 +27,6 @@ _ADOPT_SECONDS = 60.0
 _SLOWEST_RETRY = 10.0
 _WITHOUT_DISK = 10_000
 _LARGEST = 10**15
-
-ORPHAN = "orphan"
-"""`ended` of a request whose gateway died: what was known of it last. Gives way to the real record if that comes."""
-
-
-class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    id: str
-    """Of the reservation: one of its kind, whatever clients send as their request ids."""
-    request_id: str
-    at: float
-    """Seconds since 1970 when it ended."""
-    tenant: str
-    key_id: str
-    model: str
-    engine: str | None
-    class_name: str
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    estimated: bool
-    """The engine did not tell: a stream that ended early."""
-    cost_nano: int
-    """Billionths of the currency that prices are in."""
-    status: int
-    ended: str
-    """complete, client_left, failed or orphan."""
-    seconds: float | None
-    """From the request's arrival to the answer's last byte; None: not known."""
-
 
 _decoder = msgspec.json.Decoder(UsageRecord)
 _encoder = msgspec.json.Encoder()

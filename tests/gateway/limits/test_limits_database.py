@@ -25,7 +25,8 @@ from sol.gateway.limits.config import DatabaseOptions
 from sol.gateway.limits.database import Database, DatabaseAwayError
 from sol.gateway.limits.journal import Journal
 from sol.gateway.limits.keys import DatabaseKeys, KeysUnavailableError, create_key, list_keys, revoke_key
-from sol.gateway.limits.usage import ORPHAN, UsageRecord, UsageWriter, usage_by
+from sol.gateway.limits.records import ORPHAN, UsageRecord
+from sol.gateway.limits.usage import UsageWriter, usage_by
 
 
 @dataclass

@@ -14,6 +14,7 @@ from redis_servers import RedisServer
 
 from sol.gateway.call import Call, Outcome, Principal, Usage
 from sol.gateway.errors import DrainingError, NoCapacityError, RateLimitError
+from sol.gateway.limits.accounts import Accounts
 from sol.gateway.limits.config import DatabaseOptions, LimitsConfig, Price
 from sol.gateway.limits.cost import cost_nano
 from sol.gateway.limits.estimate import Estimates
@@ -21,7 +22,7 @@ from sol.gateway.limits.failover import FailoverLedger
 from sol.gateway.limits.ledger import Limit, RequestBeyondLimitError
 from sol.gateway.limits.policy import Limits, UnknownPolicyError
 from sol.gateway.limits.redis_ledger import RedisLedger
-from sol.gateway.limits.stage import Accounts, LimitStage
+from sol.gateway.limits.stage import LimitStage
 from sol.gateway.limits.usage import usage_by
 from sol.gateway.pipeline import Pipeline
 
