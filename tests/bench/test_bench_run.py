@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from sol.bench import (
     Listed,
     Stage,
     Stop,
-    Tally,
     Summary,
     Synthetic,
+    Tally,
     Trim,
     Turn,
     at_rate,
@@ -42,6 +43,11 @@ from sol.simulate.config import SimulateConfig
 from sol.simulate.server import SimulatedServer
 
 EVERYTHING = Trim(warmup=0, cooldown=0)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
 
 
 def short(max_tokens: int = 4, prompt: str = "a b c") -> Listed:
@@ -76,8 +82,7 @@ async def test_a_stall_of_the_server_is_in_the_tail_of_everything_that_was_due_m
 
         async def stall() -> None:
             # In the middle of the load, whenever that is; it outlasts the rest.
-            while tally.num_started < 10:
-                await asyncio.sleep(0.001)
+            await until(lambda: tally.num_started >= 10)
             server.service.faults.add([Fault(kind="stall", seconds=2.0)], time.monotonic())
 
         stalling = asyncio.create_task(stall())
@@ -188,8 +193,7 @@ async def test_a_stopped_run_keeps_what_it_has() -> None:
         tally = Tally()
 
         async def end() -> None:
-            while not tally.num_finished:
-                await asyncio.sleep(0.01)
+            await until(lambda: tally.num_finished > 0)
             stop.set()
 
         ending = asyncio.create_task(end())
