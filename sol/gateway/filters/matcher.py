@@ -110,7 +110,7 @@ class Matcher:
         at = len(view.text)
         if self._held is not None:
             held = self._held.search(view.data, view.data_lead)
-            if held is not None and held.start() < len(view.data):
+            if held is not None:
                 at = view.span(view.of_bytes(held.start()), len(view.plain))[0]
         if self._words is not None:
             text = view.folded

@@ -83,6 +83,7 @@ class View:
         "_data",
         "_folded",
         "_folded_starts",
+        "_is_itself",
         "_starts",
         "lead",
         "plain",
@@ -93,6 +94,8 @@ class View:
         self.text = text
         self.lead = before
         self.plain = before + text.translate(_TABLE)
+        self._is_itself = text.isascii() and len(self.plain) == len(before) + len(text)
+        """ASCII of which nothing was left out."""
         self._folded: str | None = None
         self._data: bytes | None = None
         self._starts: list[int] | None = None
@@ -174,11 +177,6 @@ class View:
             if replaced:
                 return replaced[-1]
         return self.lead
-
-    @property
-    def _is_itself(self) -> bool:
-        """ASCII of which nothing was left out."""
-        return self.text.isascii() and len(self.plain) == len(self.lead) + len(self.text)
 
     def _plain_starts(self) -> list[int]:
         if self._starts is None:

@@ -244,21 +244,18 @@ class StreamFilter:
         return changed
 
     def _release(self, index: int, state: _Choice, channel: Channel, text: str, *, final: bool) -> tuple[str, bool]:
-        where = f"choices[{index}].{_name(channel)}"
         if self._rules.watching:
             window = state.watching.get(channel)
             if window is None:
-                window = state.watching[channel] = Window(*self._rules.watching)
-            for hit in window.feed(text, self._rules.failed, final=final).hits:
-                self._rules.report(hit, where)
+                window = state.watching[channel] = Window(*self._rules.watching, self._rules.failed)
+            self._report(index, channel, window.feed(text, final=final).hits)
         if not self._rules.holding:
             return text, False
         window = state.holding.get(channel)
         if window is None:
-            window = state.holding[channel] = Window(*self._rules.holding)
-        released = window.feed(text, self._rules.failed, final=final)
-        for hit in released.hits:
-            self._rules.report(hit, where)
+            window = state.holding[channel] = Window(*self._rules.holding, self._rules.failed)
+        released = window.feed(text, final=final)
+        self._report(index, channel, released.hits)
         if final:
             del state.holding[channel]
         if released.rejected:
@@ -266,6 +263,10 @@ class StreamFilter:
             state.holding.clear()
             state.watching.clear()
         return released.text, state.ended
+
+    def _report(self, index: int, channel: Channel, hits: tuple[Hit, ...]) -> None:
+        for hit in hits:
+            self._rules.report(hit, f"choices[{index}].{_name(channel)}")
 
     def _drain(self, index: int, state: _Choice, keep: Channel | None = None) -> Iterator[bytes]:
         """Chunks with what the choice's windows, all but that of `keep`, hold back."""

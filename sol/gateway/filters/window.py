@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from sol.gateway.filters.matcher import Match
@@ -37,8 +36,7 @@ def redactions(hits: Iterable[Hit]) -> list[Edit]:
     return [Edit(hit.start, hit.end, hit) for hit in hits if hit.rule.withholds and hit.rule.config.action == "redact"]
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(NamedTuple):
     text: str
     """May be passed on now."""
     hits: tuple[Hit, ...] = ()
@@ -53,9 +51,11 @@ class Window:
     A match is final, and is acted on, once the text from its start to the end cannot be the beginning of a longer one.
     """
 
-    def __init__(self, rules: RuleSet, numbers: frozenset[int]) -> None:
+    def __init__(self, rules: RuleSet, numbers: frozenset[int], failed: Failed) -> None:
         self._rules = rules
+        self._matcher = rules.matcher
         self._numbers = numbers
+        self._failed = failed
         self._pending = ""
         self._before = ""
         self._offset = 0
@@ -71,7 +71,7 @@ class Window:
         """Characters that are held back."""
         return len(self._pending)
 
-    def feed(self, text: str, failed: Failed, *, final: bool = False) -> Released:
+    def feed(self, text: str, *, final: bool = False) -> Released:
         """`final`: nothing follows. After a rejection nothing is released any more."""
         if self._ended:
             return Released("")
@@ -79,9 +79,8 @@ class Window:
         if not pending:
             return Released("")
         view = View(pending, self._before)
-        matcher = self._rules.matcher
-        matches = matcher.find(view, self._resume, lambda number, error: self._failed(number, error, failed))
-        hold = len(pending) if final else matcher.hold(view)
+        matches = self._matcher.find(view, self._resume, self._rule_failed)
+        hold = len(pending) if final else self._matcher.hold(view)
         if not matches and not self._covered:
             self._advance(view, hold)
             return Released(pending[:hold])
@@ -113,13 +112,14 @@ class Window:
                     yield Hit(rule, match.label, start, end, text[match.start : match.end])
 
     def _advance(self, view: View, hold: int) -> None:
-        self._before = view.last_plain(hold)
+        if hold:
+            self._before = view.last_plain(hold)
+            self._offset += hold
+            self._covered = max(0, self._covered - hold)
+            if self._resume:
+                self._resume = {rule: end - hold for rule, end in self._resume.items() if end > hold}
         self._pending = view.text[hold:]
-        self._offset += hold
-        self._covered = max(0, self._covered - hold)
-        if self._resume:
-            self._resume = {rule: end - hold for rule, end in self._resume.items() if end > hold}
 
-    def _failed(self, number: int, error: Exception, failed: Failed) -> None:
+    def _rule_failed(self, number: int, error: Exception) -> None:
         if number in self._numbers:
-            failed(self._rules.rules[number], error)
+            self._failed(self._rules.rules[number], error)

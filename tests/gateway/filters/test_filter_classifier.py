@@ -9,10 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from filter_calls import chat, make_call
-
-pytest.importorskip("onnxruntime", reason="the extra guard is not installed")
-onnx = pytest.importorskip("onnx", reason="onnx, which makes the model, is not installed")
-
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from sol.errors import ConfigError
@@ -23,6 +19,9 @@ from sol.gateway.filters.errors import ContentFilteredError, FilterFailedError
 from sol.gateway.filters.filters import Filters
 from sol.gateway.filters.matcher import Search
 from sol.gateway.filters.rules import Rule
+
+pytest.importorskip("onnxruntime", reason="the extra guard is not installed")
+onnx = pytest.importorskip("onnx", reason="onnx, which makes the model, is not installed")
 
 WORDS = {"[PAD]": 0.0, "[UNK]": -1.0, "attack": 40.0, "忽略指令": 40.0}
 

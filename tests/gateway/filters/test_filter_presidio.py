@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from typing import Any
 
 import pytest
 from filter_calls import chat, make_call
-
-presidio = pytest.importorskip("presidio_analyzer", reason="the extra pii is not installed")
-import spacy
-from presidio_analyzer.nlp_engine import SpacyNlpEngine
 
 from sol.errors import ConfigError
 from sol.gateway.filters.config import PiiRule
@@ -20,6 +17,9 @@ from sol.gateway.filters.matcher import Search
 from sol.gateway.filters.presidio import PresidioDetector
 from sol.gateway.filters.rules import Rule
 
+presidio = pytest.importorskip("presidio_analyzer", reason="the extra pii is not installed")
+spacy = pytest.importorskip("spacy", reason="the extra pii is not installed")
+
 
 def make_rule(**options: Any) -> PiiRule:
     return PiiRule(kind="pii", name="names", presidio={"entities": ["PERSON"], "budget": 30, **options})
@@ -27,7 +27,9 @@ def make_rule(**options: Any) -> PiiRule:
 
 @pytest.fixture(scope="module")
 def analyzer() -> Any:
-    engine = SpacyNlpEngine(models=[{"lang_code": "en", "model_name": "blank"}])
+    engine = importlib.import_module("presidio_analyzer.nlp_engine").SpacyNlpEngine(
+        models=[{"lang_code": "en", "model_name": "blank"}]
+    )
     engine.nlp = {"en": spacy.blank("en")}
     registry = presidio.RecognizerRegistry(supported_languages=["en"])
     registry.add_recognizer(presidio.PatternRecognizer("PERSON", deny_list=["Ada Lovelace", "Grace Hopper"]))

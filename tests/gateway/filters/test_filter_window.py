@@ -70,10 +70,10 @@ pieces = st.lists(
 
 
 def in_pieces(rules: RuleSet, parts: list[str]) -> tuple[str, list[tuple[str, int, int]]]:
-    window = Window(rules, frozenset(range(len(rules.rules))))
+    window = Window(rules, frozenset(range(len(rules.rules))), never)
     out, hits = [], []
     for index, part in enumerate([*parts, ""]):
-        released = window.feed(part, never, final=index == len(parts))
+        released = window.feed(part, final=index == len(parts))
         out.append(released.text)
         hits += [(hit.rule.config.name, hit.start, hit.end) for hit in released.hits]
     assert window.pending == 0 or rules is REJECT
@@ -115,39 +115,39 @@ def test_a_whole_answer_and_a_stream_are_filtered_alike(parts: list[str]) -> Non
 
 
 def test_only_what_may_become_a_match_is_held_back() -> None:
-    window = Window(REDACT, frozenset(range(4)))
-    assert window.feed("hello, ", never).text == "hello, "
-    assert window.feed("!! cater", never).text == "!! "
+    window = Window(REDACT, frozenset(range(4)), never)
+    assert window.feed("hello, ").text == "hello, "
+    assert window.feed("!! cater").text == "!! "
     assert window.pending == len("cater")
     # It cannot become a caterpillar any more, so the cat is found, and the rest may still begin an address.
-    assert window.feed("? ", never).text == "<w>er? "
+    assert window.feed("? ").text == "<w>er? "
     assert window.pending == 0
 
 
 def test_what_is_held_back_has_a_longest_length() -> None:
     rules = rule_set(RegexRule(kind="regex", name="r", patterns=("a[0-9]{1,10}b",), action="redact"))
-    window = Window(rules, frozenset({0}))
-    window.feed("a", never)
+    window = Window(rules, frozenset({0}), never)
+    window.feed("a")
     held = []
     for _ in range(100):
-        window.feed("1", never)
+        window.feed("1")
         held.append(window.pending)
     assert max(held) == 11
     assert held[-1] == 0
 
 
 def test_a_rejection_keeps_what_came_before_and_ends_the_text() -> None:
-    window = Window(REJECT, frozenset(range(2)))
-    assert window.feed("a cat and x12", never).text == "a <w> and "
-    released = window.feed(" more", never)
+    window = Window(REJECT, frozenset(range(2)), never)
+    assert window.feed("a cat and x12").text == "a <w> and "
+    released = window.feed(" more")
     assert released.text == ""
     assert released.rejected is not None
     assert released.rejected.rule.config.name == "stop"
-    assert window.feed("anything", never, final=True).text == ""
+    assert window.feed("anything", final=True).text == ""
 
 
 def test_rules_out_of_scope_neither_change_nor_report() -> None:
-    window = Window(REDACT, frozenset({1}))
-    released = window.feed("cat dog ", never, final=True)
+    window = Window(REDACT, frozenset({1}), never)
+    released = window.feed("cat dog ", final=True)
     assert released.text == "cat <h> "
     assert [hit.rule.config.name for hit in released.hits] == ["whole"]
