@@ -156,6 +156,16 @@ def summarise(stage: Stage, *, trim: Trim | None = None, slo: Slo | None = None)
     )
 
 
+def judge(stage: Stage, slo: Slo, *, trim: Trim | None = None) -> SloResult:
+    """What `summarise` says of the SLO, and nothing else: for those who measure many loads on a virtual clock."""
+    window = (trim or Trim()).window(stage)
+    begin, end = window
+    due = [record for record in stage.records if begin <= record.intended <= end and begin < end]
+    judged = sorted((record for record in due if not record.cancelled), key=lambda record: record.intended)
+    responses = {id(record): token_times(record, stage.counting) for record in judged if record.times}
+    return _judge(slo, judged, responses, stage, window, proportion([not record.ok for record in judged]))
+
+
 def ttft(record: RequestRecord) -> float:
     return record.times[0] - record.intended
 

@@ -20,6 +20,10 @@ _LEAST_SHARE: Final = 1 / 16
 _MOST_RATE: Final = 1e5
 _COARSE: Final = 0.1
 """The tolerance of all loads but the longest."""
+_SPAN: Final = 4.0
+"""Mean latencies that a load has to last at least. Shorter ones are a burst that ends before its queue is felt, at
+whatever rate it came; and only one that meets the SLO has to be long: what a short load misses, a longer one does."""
+_MOST_REQUESTS: Final = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,14 @@ class RateSearch:
     goal: Goal
     probes: list[Probe]
     on_probe: Callable[[Probe], None]
+    latency: float = 0.0
+    """Mean seconds of a request alone, once that is known."""
 
     async def alone(self, num_requests: int) -> Probe:
-        return self._note(await self.running.one_at_a_time(num_requests))
+        """One request at a time, before any load."""
+        probe = self._note(await self.running.one_at_a_time(num_requests))
+        self.latency = probe.mean_e2e or 0.0
+        return probe
 
     async def greatest(
         self, rung: Rung, *, start: float, factor: float, least: float, beat: float = 0.0
@@ -100,7 +109,13 @@ class RateSearch:
         return low
 
     async def _at(self, rate: float, rung: Rung) -> Probe:
-        return self._note(await self.running.at_rate(rate, rung.num_requests))
+        num_requests = max(rung.num_requests, math.ceil(rate * _SPAN * self.latency))
+        while True:
+            probe = self._note(await self.running.at_rate(rate, min(num_requests, _MOST_REQUESTS)))
+            needed = math.ceil(rate * _SPAN * (probe.mean_e2e or 0.0))
+            if not probe.meets or num_requests >= min(needed, _MOST_REQUESTS):
+                return probe
+            num_requests = math.ceil(1.2 * needed)
 
     def _note(self, probe: Probe) -> Probe:
         self.probes.append(probe)

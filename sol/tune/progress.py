@@ -27,11 +27,7 @@ class Progress(Watcher):
     def on_probe(self, probe: Probe) -> None:
         if self._loads:
             name = f"{probe.rate:.3g}/s" if probe.rate else "one at a time"
-            values = ", ".join(
-                f"{text.split(' <')[0].split(' >')[0]} {value:.4g}"
-                for text, value in probe.clauses.items()
-                if value is not None
-            )
+            values = ", ".join(_value(text, value) for text, value in probe.clauses.items() if value is not None)
             verdict = "" if not probe.rate else ": meets the SLO" if probe.meets else ": misses the SLO"
             self._say(f"    {name}{verdict} ({values or 'too few for percentiles'}), {probe.seconds:.0f} s")
 
@@ -54,6 +50,12 @@ class Progress(Watcher):
     def _say(self, text: str) -> None:
         self._out.write(f"{text}\n")
         self._out.flush()
+
+
+def _value(clause: str, value: float) -> str:
+    """Of a clause as an SLO writes it: "TTFT p95 < 500 ms"."""
+    name = clause.partition(" <")[0].partition(" >")[0]
+    return f"{name} {1000 * value:.4g} ms" if clause.endswith(" ms") else f"{name} {value:.4g}"
 
 
 def describe(config: Config) -> str:

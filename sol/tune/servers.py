@@ -64,6 +64,10 @@ class ServerRunner:
         self._count = itertools.count(1)
         self._base: list[list[Position]] | None = None
 
+    @property
+    def slo(self) -> Slo:
+        return self._slo
+
     def refuses(self, config: Config) -> str | None:
         seqs, tokens = config.get("max_num_seqs"), config.get("max_num_batched_tokens")
         if seqs is not None and tokens is not None and tokens < seqs:
@@ -156,8 +160,16 @@ class RunningServer:
 
     async def _probe(self, load: Load, rate: float) -> Probe:
         began = time.monotonic()
-        stage = await self._run(load)
-        return Probe.of(summarise(stage, slo=self._slo), rate=rate, seconds=time.monotonic() - began)
+        summary = summarise(await self._run(load), slo=self._slo)
+        assert summary.slo is not None
+        return Probe.of(
+            summary.slo,
+            rate=rate,
+            seconds=time.monotonic() - began,
+            error_rate=summary.error_rate.value or 0.0,
+            mean_e2e=summary.latencies["e2e"].mean.value,
+            client_limited=summary.client.limited,
+        )
 
     async def _run(self, load: Load) -> Stage:
         running = measure(self._endpoint, load, self._data, limits=self._limits, first=self._used)

@@ -15,7 +15,7 @@ import numpy as np
 
 from sol.bench.lengths import Lengths
 from sol.bench.load import at_rate
-from sol.bench.metrics import summarise
+from sol.bench.metrics import judge
 from sol.bench.records import RequestRecord, Stage
 from sol.bench.slo import Slo
 from sol.errors import ConfigError
@@ -87,6 +87,10 @@ class SimulatedRunner:
         self._slo = slo
         self._workload = workload or Workload()
         self._requests: list[tuple[int, int, int]] = []
+
+    @property
+    def slo(self) -> Slo:
+        return self._slo
 
     def default(self) -> Config:
         """What the laws have."""
@@ -174,7 +178,9 @@ class SimulatedServer:
         stage.records = [_record(index, request) for index, request in enumerate(finished)]
         stage.seconds = max(record.end for record in stage.records)
         stage.load_seconds = load_seconds
-        return Probe.of(summarise(stage, slo=self._slo), rate=rate, seconds=stage.seconds)
+        mean_e2e = sum(request.e2e for request in finished) / len(finished)
+        judged = judge(stage, self._slo)
+        return Probe.of(judged, rate=rate, seconds=stage.seconds, error_rate=0.0, mean_e2e=mean_e2e)
 
 
 def _record(index: int, request: SimulatedRequest) -> RequestRecord:

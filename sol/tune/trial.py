@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
-from sol.bench.metrics import Summary
+from sol.bench.metrics import SloResult
 from sol.bench.slo import Slo, parse_slo
 from sol.errors import ConfigError
 from sol.tune.space import Config
@@ -60,7 +60,7 @@ class Goal:
     def least_requests(self) -> int:
         """So many must be measured for the SLO's percentiles to have a value."""
         shares = [1 - clause.p for clause in self.slo.clauses if clause.p is not None]
-        return math.ceil(2 / min(shares, default=0.5))
+        return math.ceil(2 / min(shares, default=0.5) - 1e-6)
 
     def score(self, probe: Probe) -> float:
         """More is better: good requests a second, or good tokens for a unit of the price's currency."""
@@ -89,7 +89,6 @@ class Probe:
     """Requests a second that were good in every clause."""
     good_tokens_per_second: float
     """Output tokens of those."""
-    tokens_per_second: float
     attainment: float
     """Share of requests that were good."""
     clauses: Mapping[str, float | None]
@@ -101,9 +100,17 @@ class Probe:
     """How long it took."""
 
     @classmethod
-    def of(cls, summary: Summary, *, rate: float, seconds: float) -> Probe:
-        judged = summary.slo
-        assert judged is not None
+    def of(
+        cls,
+        judged: SloResult,
+        *,
+        rate: float,
+        seconds: float,
+        error_rate: float,
+        mean_e2e: float | None,
+        client_limited: bool = False,
+    ) -> Probe:
+        """`error_rate` is a share; a load without a good request meets nothing."""
         values = {result.clause.text: result.estimate.value for result in judged.clauses}
         meets = [
             result.estimate.value is not None and result.clause.holds(result.estimate.value)
@@ -111,18 +118,17 @@ class Probe:
         ]
         if not any(result.clause.metric == "error_rate" for result in judged.clauses):
             # Errors are in no latency: without this, a server that refuses most requests would be the fastest.
-            meets.append((summary.error_rate.value or 0.0) <= _MOST_ERRORS)
+            meets.append(error_rate <= _MOST_ERRORS)
         return cls(
             rate=rate,
-            num_requests=summary.num_requests,
-            meets=bool(summary.num_ok) and all(meets),
+            num_requests=judged.attainment.n,
+            meets=bool(judged.attainment.value) and all(meets),
             goodput=judged.goodput.value or 0.0,
             good_tokens_per_second=judged.good_tokens.value or 0.0,
-            tokens_per_second=summary.output_tokens_per_second.value or 0.0,
             attainment=judged.attainment.value or 0.0,
             clauses=values,
-            mean_e2e=summary.latencies["e2e"].mean.value,
-            client_limited=summary.client.limited,
+            mean_e2e=mean_e2e,
+            client_limited=client_limited,
             seconds=seconds,
         )
 
@@ -168,6 +174,11 @@ class Running(Protocol):
 
 class Runner(Protocol):
     """Who can start configurations."""
+
+    @property
+    def slo(self) -> Slo:
+        """What its servers' loads are judged by."""
+        ...
 
     def refuses(self, config: Config) -> str | None:
         """Why this one cannot run or cannot reach the goal, known without starting it."""

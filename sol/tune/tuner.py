@@ -18,6 +18,8 @@ from sol.tune.trial import Goal, Probe, Runner, Trial, TrialCrash
 
 DEFAULT_TRIALS: Final = 40
 DEFAULT_REQUESTS: Final = 300
+_HOPELESS: Final = 3
+"""Crashes after which a search in which nothing ever ran ends."""
 
 
 class Watcher:
@@ -120,6 +122,7 @@ class _Tuner:
         stop: asyncio.Event,
         watcher: Watcher,
     ) -> None:
+        _check(runner, goal)
         if default is not None and default not in space:
             raise ConfigError(f"the default {dict(default)} is not in the space", param="space")
         self._runner, self._space, self._goal, self._search = runner, space, goal, search
@@ -148,6 +151,9 @@ class _Tuner:
             study.tell(trial)
             self._learn(trial)
             self._watcher.on_end(trial, self._best())
+            if self._hopeless():
+                self._watcher.on_note(f"the first {_HOPELESS} configurations all died: the engine does not run at all")
+                break
         default = None if self._default is None else key_of(self._default)
         return TuneResult(
             space=self._space,
@@ -159,6 +165,10 @@ class _Tuner:
             interrupted=self._stop.is_set(),
             seconds=time.monotonic() - began,
         )
+
+    def _hopeless(self) -> bool:
+        started = [trial for trial in self._study.trials if trial.started]
+        return len(started) >= _HOPELESS and all(trial.outcome == "crashed" for trial in started)
 
     def _best(self) -> Trial | None:
         finished = [trial for trial in self._study.ranked() if trial.outcome == "finished"]
@@ -275,6 +285,7 @@ async def exhaustive(runner: Runner, space: Space, goal: Goal, *, search: Search
     good cannot have a greater one, so most cost a single load.
     """
     search = search or Search()
+    _check(runner, goal)
     rung = rungs_of(search.num_requests, least=goal.least_requests, tolerance=search.tolerance)[-1]
     best: Trial | None = None
     for number, config in enumerate(space):
@@ -283,17 +294,24 @@ async def exhaustive(runner: Runner, space: Space, goal: Goal, *, search: Search
         trial = Trial(number=number, config=config, outcome="misses")
         async with runner.start(config) as running:
             rates = RateSearch(running, goal, trial.probes, lambda probe: None)
-            if best is not None:
+            alone = await rates.alone(search.alone_requests)
+            if best is None:
+                found = await rates.greatest(rung, start=4 * rate_alone(alone), factor=2.0, least=least_rate(alone))
+            else:
                 least = _rate_to_beat(best)
                 found = await rates.greatest(rung, start=least, factor=1 + 2 * rung.tolerance, least=least)
-            else:
-                alone = await rates.alone(search.alone_requests)
-                found = await rates.greatest(rung, start=4 * rate_alone(alone), factor=2.0, least=least_rate(alone))
         if found is not None:
             trial.outcome, trial.best, trial.score = "finished", found, goal.score(found)
             if best is None or trial.score > best.score:
                 best = trial
     return best
+
+
+def _check(runner: Runner, goal: Goal) -> None:
+    if runner.slo != goal.slo:
+        raise ConfigError(
+            f"the runner judges by {runner.slo.text}, and the goal is {goal.slo.text}: give both the same", param="slo"
+        )
 
 
 def _rate_to_beat(best: Trial) -> float:
