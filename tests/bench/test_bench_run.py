@@ -46,7 +46,7 @@ EVERYTHING = Trim(warmup=0, cooldown=0)
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
+    while not holds():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
