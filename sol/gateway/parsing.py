@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import random
 import re
-import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ PATHS: Final = frozenset(
 COMPLETIONS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Those whose streams are OpenAI's chunks, with `stream_options` and a `[DONE]` at the end."""
 
+_ids: Final = random.Random()  # noqa: S311  (seeded by the system; an id need not be secret, and is made often)
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _SANE_NAME: Final = 512
 """Characters of a model's name: it is in messages, logs and labels."""
@@ -36,7 +37,7 @@ def headers_of(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 def request_id(headers: Mapping[str, str]) -> str:
     """The client's x-request-id if it may stand in a log and a header, else a new one."""
     sent = headers.get("x-request-id", "")
-    return sent if _SANE_ID.fullmatch(sent) else uuid.uuid4().hex
+    return sent if _SANE_ID.fullmatch(sent) else f"{_ids.getrandbits(128):032x}"
 
 
 def make_call(path: str, headers: Mapping[str, str], body: bytes, *, call_id: str, arrived: float) -> Call:

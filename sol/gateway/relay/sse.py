@@ -86,7 +86,7 @@ class EventScanner:
         self._nothing = rb"}\1" if hide_usage else rb',"usage":null}\1'
         self._rest = b""
         self._last = b""
-        """The events before the newest ones: the usage may be in these."""
+        """The newest events: the usage may be in these."""
         self.num_events = 0
         self.done = False
         """`[DONE]` has come."""
@@ -124,7 +124,8 @@ class EventScanner:
             if mark in data:
                 self.failed = True
         if self.usage is None:
-            self._last = data
+            # The end may come alone, after the chunk that has the usage.
+            self._last = self._last + data if self.done else data
         return _RUNNING.sub(self._nothing, data) if self._hide_running else data
 
     def without_done(self, data: bytes) -> bytes:

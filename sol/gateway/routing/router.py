@@ -20,9 +20,7 @@ from sol.gateway.routing.fleet import Fleet, Pool
 class Choice:
     engine: Engine
     rule: str
-    """What decided: least_latency, prefix (its favourite), prefix_escape (the favourite was too busy)."""
-    expected: float
-    """Seconds to the first token."""
+    """What decided: only_one, least_latency, prefix (its favourite), prefix_escape (the favourite was too busy)."""
     panic: bool
 
 
@@ -46,13 +44,15 @@ class Router:
             full = any(engine.is_full for engine in pool.engines)
             what = "every engine has all the requests it may have" if full else "no engine can be reached"
             raise NoCapacityError(f"{what} for the model {call.model!r:.200}; try again shortly", wait=1.0)
+        if len(engines) == 1:
+            return Choice(engines[0], "only_one", askable.panic)
         expected = self._expected(call, pool, engines, now)
         best = min(range(len(engines)), key=lambda index: (expected[index], self._random.random()))
-        if self._affinity.enabled and call.prefix_key is not None and len(engines) > 1:
+        if self._affinity.enabled and call.prefix_key is not None:
             index, rule = self._with_prefix(call.prefix_key, engines, expected, best)
         else:
             index, rule = best, "least_latency"
-        return Choice(engines[index], rule, expected[index], askable.panic)
+        return Choice(engines[index], rule, askable.panic)
 
     def _expected(self, call: Call, pool: Pool, engines: list[Engine], now: float) -> list[float]:
         usual = pool.usual_seconds()
