@@ -11,6 +11,7 @@ Contenders take turns, and the median over rounds counts.
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,10 @@ def _sol(task: Task, cores: Cores) -> Figures:
     """Its figures in the form of the others'."""
     load = ["--concurrency", str(task.concurrency), "--num-requests", str(task.num_requests)]
     load += ["--warmup", "0", "--cooldown", "0", "--route", "completions", "--no-scrape"]
-    data = ["--dataset", str(task.prompts), "--ignore-eos"]
+    ours = task.directory / "prompts.jsonl"  # which holds no field that means nothing here
+    lines = [json.loads(line) for line in task.prompts.read_text().splitlines()]
+    ours.write_text("".join(json.dumps({key: line[key] for key in ("prompt", "max_tokens")}) + "\n" for line in lines))
+    data = ["--dataset", str(ours), "--ignore-eos"]
     stage = bench(task.url, *load, *data, directory=task.directory, core=cores.measuring)
     rows = requests_of(stage)
     figures: Figures = {
