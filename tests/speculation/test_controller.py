@@ -199,10 +199,18 @@ def test_drafts_that_are_always_wrong_cost_next_to_nothing(target: Callable[[Ste
 
 
 @pytest.mark.parametrize("target", [gpu_like, cpu_like])
+@pytest.mark.parametrize("streams", [1, 8, 16, 32])
+def test_a_drafter_that_lies_costs_little_from_its_first_step_on(
+    target: Callable[[StepShape], float], streams: int
+) -> None:
+    loop = goodput_loop({"suffix": FakeDrafter(right=0.0, score=0.9)}, target, streams)
+    assert loop.run(64) >= 0.98 * plain_rate(target, streams)
+
+
+@pytest.mark.parametrize("target", [gpu_like, cpu_like])
 def test_a_drafter_that_lies_is_found_out_for_requests_to_come_as_well(target: Callable[[StepShape], float]) -> None:
     loop = goodput_loop({"suffix": FakeDrafter(right=0.0, score=0.9)}, target, 8)
     loop.run(64)
-    assert loop.tokens / loop.now >= 0.98 * plain_rate(target, 8)
     for turn in range(16):  # each request has 64 steps, and another one comes
         loop.replace(turn % 8, f"later {turn}")
         assert loop.run(8) >= 0.98 * plain_rate(target, 8)
@@ -324,16 +332,37 @@ def test_limits_are_kept() -> None:
     controller = GoodputController(("suffix",), 4, measured=measured(gpu_like, 8))
     for i in range(8):
         controller.add(str(i), None)
-    draft = Draft(drafter="suffix", token_ids=[RIGHT] * 6, scores=[0.99] * 6)
-    candidates = [Candidate(request_id=str(i), draft=draft, max_tokens=1 + i % 6, num_tokens=9) for i in range(8)]
     shape = StepShape(num_tokens=8, num_requests=8, num_logits_rows=8, num_context_tokens=72)
-    for most in (0, 1, 7, 100):
+
+    def choose(most: int) -> list[int]:
+        draft = Draft(drafter="suffix", token_ids=[RIGHT] * 6, scores=[0.99] * 6)
+        candidates = [Candidate(request_id=str(i), draft=draft, max_tokens=1 + i % 6, num_tokens=9) for i in range(8)]
         counts = controller.choose_drafts(shape, candidates, max_tokens=most)
         assert sum(counts) <= most
         assert all(0 <= n <= min(c.max_tokens, 4) for n, c in zip(counts, candidates, strict=True))
-    assert sum(counts) == sum(min(c.max_tokens, 4) for c in candidates)
+        controller.observe_step(
+            shape, 4e-3, [_all_right(candidate, count) for candidate, count in zip(candidates, counts, strict=True)]
+        )
+        return counts
+
+    assert choose(100) == [1] * 8  # as long as nothing is known but what it promises
+    for most in (0, 1, 7):
+        choose(most)
+    assert choose(100) == [1, 2, 3, 4, 4, 4, 1, 2]
     rows = [Drafter(request_id="0", max_tokens=2, num_tokens=9, num_draft_tokens=0)]
     assert [plan.max_tokens for plan in controller.choose_proposals(shape, rows) if plan] == [2]
+
+
+def _all_right(candidate: Candidate, count: int) -> Emission:
+    return Emission(
+        request_id=candidate.request_id,
+        drafter="suffix" if count else None,
+        num_draft_tokens=count,
+        num_accepted_tokens=count,
+        num_new_tokens=count + 1,
+        draft=candidate.draft,
+        new_token_ids=[RIGHT] * (count + 1),
+    )
 
 
 def test_speedup_and_stats_add_up() -> None:

@@ -65,6 +65,8 @@ class Acceptance:
     def __init__(self, *, has_curve: bool = True) -> None:
         """Without `has_curve`, `before_drafting` is never asked."""
         self._has_curve = has_curve
+        self.num_right = 0
+        """Drafts that were right, of those that `observe` was told of"""
         self._by_score = [0.0] * _BINS + [_UNSCORED_LOG_ODDS]
         self._score_precision = [_BIN_PRECISION] * (_BINS + 1)
         self._by_position = [0.0] * _POSITIONS
@@ -112,7 +114,7 @@ class Acceptance:
         log_odds += positions + np.array([habit.log_odds for habit in habits])[:, None]
         survivals = np.cumprod(1.0 / (1.0 + np.exp(-log_odds)), axis=1)
         cells = (survivals * (len(kept) - 1e-9)).astype(np.int64)
-        worth = np.minimum.accumulate(survivals * np.array(kept)[cells], axis=1)
+        worth = np.minimum.accumulate(np.minimum(survivals * np.array(kept)[cells], 1.0), axis=1)
         counts = np.count_nonzero(there & (worth >= least), axis=1)
         longest = int(counts.max())
         predicted, expected = survivals[:, :longest].tolist(), worth[:, :longest].tolist()
@@ -120,6 +122,7 @@ class Acceptance:
 
     def observe(self, scores: Sequence[float] | None, num_right: int, num_known: int, habit: Habit) -> None:
         """Of a proposal's first `num_known` drafts the first `num_right` were right, and the one after them wrong."""
+        self.num_right += num_right
         by_score, score_precision = self._by_score, self._score_precision
         by_position, position_precision = self._by_position, self._position_precision
         for place in range(num_known):

@@ -150,7 +150,7 @@ class GoodputController:
             request.predicted = request.expected = []
             return
         least = self._least
-        count = min(len(draft.token_ids), self._num_tokens)
+        count = min(len(draft.token_ids), self._longest(i))
         request.predicted, request.expected = self._acceptance[i].survivals(
             draft.scores, count, past.habit, regime.kept[i], least
         )
@@ -164,14 +164,19 @@ class GoodputController:
                 past = request.pasts[self._index[draft.drafter]]
                 if past is not None:
                     groups.setdefault(draft.drafter, []).append((request, past, draft))
-        most = self._num_tokens
         for name, group in groups.items():
             i = self._index[name]
+            most = self._longest(i)
             scores = [draft.scores[:most] for _, _, draft in group if draft.scores]
             habits = [past.habit for _, past, _ in group]
             judged = self._acceptance[i].survivals_of_many(scores, habits, regime.kept[i], self._least)
             for (request, _, draft), (predicted, expected) in zip(group, judged, strict=True):
                 request.draft, request.predicted, request.expected = draft, predicted, expected
+
+    def _longest(self, i: int) -> int:
+        """Drafts of a proposal that are believed at all. A drafter that nobody knows may promise anything, and what it
+        promises at first is all that is known of it: it is believed as far as it has been right."""
+        return min(self._num_tokens, 1 + self._acceptance[i].num_right)
 
     @property
     def _least(self) -> float:
