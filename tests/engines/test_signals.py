@@ -26,7 +26,9 @@ PAGES = {
         running=7, waiting=2, kv_usage=0.62, prefix_hit_rate=0.25, draft_tokens=400, accepted_tokens=300,
         acceptance_rate=0.75, read_at=5.0,
     ),
-    "llama.cpp": Signals(running=4, waiting=46, progress=39303, read_at=5.0),
+    "llama.cpp": Signals(
+        running=4, waiting=46, draft_tokens=200, accepted_tokens=50, acceptance_rate=0.25, progress=39303, read_at=5.0,
+    ),
 }  # fmt: skip
 
 

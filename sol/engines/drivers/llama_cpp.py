@@ -1,6 +1,6 @@
 """llama.cpp's server, llama-server.
 
-Flags, routes and metrics: tools/server/README.md (common/arg.cpp, tools/server/server-context.cpp).
+Flags, routes and metrics: tools/server/README.md (common/arg.cpp, tools/server/server-task.cpp).
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class LlamaCpp(Driver):
         running=("llamacpp:requests_processing",),
         waiting=("llamacpp:requests_deferred",),
         kv_usage=("llamacpp:kv_cache_usage_ratio",),  # until 2025
+        prefix_hits=("llamacpp:prompt_tokens_cached_total",),
+        draft_tokens=("llamacpp:spec_decode_num_draft_tokens_total",),
+        accepted_tokens=("llamacpp:spec_decode_num_accepted_tokens_total",),
         progress=("llamacpp:n_decode_total",),
     )
 
