@@ -120,7 +120,7 @@ async def test_clients_that_leave_are_settled_for_what_came() -> None:
         stage = stage_of(front)
 
         async def client(session: aiohttp.ClientSession, number: int) -> None:
-            data = body(400, stream=True)
+            data = body(20_000, stream=True)
             async with session.post(f"{front.url}/v1/completions", json=data, headers=HEADERS[0]) as response:
                 for _ in range(2 * number):  # an event and an empty line for each token
                     await response.content.readline()
@@ -137,7 +137,7 @@ async def test_clients_that_leave_are_settled_for_what_came() -> None:
         assert total.prompt_tokens == sum(item["prompt_tokens"] for item in records)
         generated = sum(item["completion_tokens"] for item in records)
         # No less than clients got, and no more than the engine made; it makes some that nobody gets, until it knows.
-        assert sum(range(1, 20)) <= total.completion_tokens <= generated < 19 * 400
+        assert sum(range(1, 20)) <= total.completion_tokens <= generated < 19 * 20_000
         standing = await stage.ledger.standing(stage._limits._make("one", "acme", None, "simulated")[0])
         assert standing.tokens == total.prompt_tokens + total.completion_tokens
         await stage.check_integrity()
@@ -149,7 +149,7 @@ async def test_an_engine_that_dies_costs_what_it_had_answered() -> None:
         stage = stage_of(front)
         async with aiohttp.ClientSession() as session:
             url = f"{front.url}/v1/completions"
-            async with session.post(url, json=body(500, stream=True), headers=HEADERS[0]) as response:
+            async with session.post(url, json=body(20_000, stream=True), headers=HEADERS[0]) as response:
                 for _ in range(20):
                     await response.content.readline()
                 faults = f"{server.control_url}/simulate/faults"
