@@ -17,6 +17,17 @@ _ROLES: Final = {
 }
 
 
+_ELSEWHERE: Final = (
+    ("tools", "system"),
+    ("functions", "system"),
+    ("response_format", "system"),
+    ("documents", "tool"),
+    ("chat_template", "user"),
+    ("chat_template_kwargs", "user"),
+)
+"""Fields whose strings, however deep, are in the prompt, and whose word that is."""
+
+
 class Field(NamedTuple):
     """`container[key]` is `text`."""
 
@@ -33,24 +44,26 @@ def request_fields(body: dict[str, Any]) -> Iterator[Field]:
         yield from _texts(body, name, role, name)
     yield from _texts(body, "input", "user", "input")
     yield from _texts(body, "messages", "user", "messages")
-    # Descriptions of tools, schemas and documents reach the model's prompt as well.
-    for name, role in (
-        ("tools", "system"),
-        ("functions", "system"),
-        ("response_format", "system"),
-        ("documents", "tool"),
-    ):
+    # Descriptions of tools, schemas, documents and templates reach the model's prompt as well.
+    for name, role in _ELSEWHERE:
         yield from _all_strings(body, name, role)
 
 
-def prompt_is_token_ids(body: dict[str, Any]) -> bool:
+_UNREADABLE: Final = ("prompt_token_ids", "prompt_embeds")
+"""Fields of engines' own in which a prompt comes as something else than text."""
+
+
+def unreadable_prompt(body: dict[str, Any]) -> str | None:
+    """The field in which a prompt, or a part of it, comes as token ids or embeddings; None where all is text."""
     for name in ("prompt", "input"):
         value = body.get(name)
-        if isinstance(value, list) and value:
-            first = value[0]
-            if isinstance(first, int) or (isinstance(first, list) and first and isinstance(first[0], int)):
-                return True
-    return False
+        if isinstance(value, list) and any(_has_token_ids(item) for item in value):
+            return name
+    return next((name for name in _UNREADABLE if body.get(name)), None)
+
+
+def _has_token_ids(item: Any) -> bool:
+    return isinstance(item, int) or (isinstance(item, list) and any(isinstance(part, int) for part in item))
 
 
 _TEXT_KEYS: Final = ("text", "content", "refusal", "reasoning_content", "reasoning", "arguments", "output")

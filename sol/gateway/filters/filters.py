@@ -17,7 +17,7 @@ from sol.gateway.filters.config import FilterConfig, InjectionRule, PiiRule, Rul
 from sol.gateway.filters.decisions import MAX_DECISIONS, Counts, Digests, Finding, record
 from sol.gateway.filters.detectors import BudgetError, Detection, Detector, DetectorThread
 from sol.gateway.filters.errors import ContentFilteredError, FilterFailedError
-from sol.gateway.filters.fields import Field, prompt_is_token_ids, request_fields
+from sol.gateway.filters.fields import Field, request_fields, unreadable_prompt
 from sol.gateway.filters.matcher import Search
 from sol.gateway.filters.output import AnswerFilter, OutputRules, StreamFilter
 from sol.gateway.filters.rules import Failed, Hit, Rule, RuleSet, Subject, applies, compile_rules
@@ -181,18 +181,18 @@ class Filters:
                         raise error
 
     def _check_token_ids(self, call: Call, subject: Subject) -> None:
-        if not prompt_is_token_ids(call.json):
+        where = unreadable_prompt(call.json)
+        if where is None:
             return
         for rule in self._reads_input:
             scoped = applies(rule.scope, subject) and (rule.scope.roles is None or "user" in rule.scope.roles)
             if scoped and rule.token_ids == "reject" and rule.action != "flag":  # noqa: S105  (no password)
-                finding = Finding(rule.name, "reject", rule.shadow, "token ids", "prompt")
+                finding = Finding(rule.name, "reject", rule.shadow, "not text", where)
                 self.counts.count("input", finding)
                 record(call, finding)
                 if not rule.shadow:
                     raise ContentFilteredError(
-                        _message(rule, "prompt", "cannot look at a prompt of token ids: send it as text"),
-                        param="prompt",
+                        _message(rule, where, "cannot look at a prompt that is no text: send it as text"), param=where
                     )
 
     async def _detect(self, thread: DetectorThread, fields: list[Field]) -> _Found:
@@ -340,9 +340,9 @@ def _length_field(body: dict[str, Any]) -> str:
 
 def estimate_tokens(body: dict[str, Any]) -> int:
     """Of a request that nobody has counted: four letters of Latin script, or one Chinese character, a token."""
-    if prompt_is_token_ids(body):
-        prompt = body.get("prompt", body.get("input"))
-        return sum(len(item) if isinstance(item, list) else 1 for item in prompt or ())
+    prompt = body.get("prompt", body.get("input"))
+    if unreadable_prompt(body) is not None and isinstance(prompt, list):
+        return sum(len(item) if isinstance(item, list) else 1 for item in prompt)
     ascii_characters = others = 0
     for field in request_fields(body):
         length = len(field.text)

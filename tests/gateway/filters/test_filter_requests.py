@@ -113,6 +113,7 @@ async def test_what_no_rule_objects_to_keeps_its_bytes() -> None:
             chat("a", response_format={"json_schema": {"title": "zeus"}}),
             "response_format.json_schema.title",
         ),
+        ("/v1/chat/completions", chat("a", chat_template="{{ 'zeus' }}"), "chat_template"),
     ],
 )
 async def test_every_place_for_text_is_looked_at(path: str, body: dict[str, Any], where: str) -> None:
@@ -127,6 +128,13 @@ async def test_token_ids_do_not_pass_unseen_unless_they_may() -> None:
         await Filters([words()]).check(make_call(body, path="/v1/completions"))
     for rule in (words(token_ids="pass"), words(shadow=True), words(action="flag"), words(scope=Scope(roles=["tool"]))):
         await Filters([rule]).check(make_call(body, path="/v1/completions"))
+
+
+@pytest.mark.parametrize("body", [{"prompt": ["a", 7]}, {"prompt": ["a", [7]]}, {"prompt_embeds": "AAAA"}])
+async def test_nor_do_prompts_that_are_text_in_part(body: dict[str, Any]) -> None:
+    with pytest.raises(ContentFilteredError) as error:
+        await Filters([words()]).check(make_call(body, path="/v1/completions"))
+    assert error.value.param == next(iter(body))
 
 
 async def test_scopes() -> None:
