@@ -145,6 +145,7 @@ class Database:
         if not self._away:
             logger.error("the database is away: %s: %.300s", type(error).__name__, error)
         self._away = True
+        self._has_tables = False  # it may come back empty
         return DatabaseAwayError("the database does not answer at the moment; try again in a few seconds")
 
 

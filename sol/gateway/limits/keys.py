@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from sol.gateway.limits.database import KEYS, Database, DatabaseAwayError, utc
 
 logger = logging.getLogger("sol.gateway.keys")
 
+_ID = re.compile(r"\S{1,200}")
 _CACHED = 100_000
 _UNKNOWN = 10_000
 _AT_ONCE = 4
@@ -204,8 +206,10 @@ async def create_key(
 ) -> str:
     """A new key, which is stored as a hash only: this is the one time that it is seen.
 
-    Raises `ConfigError` if there is a key of this id, revoked ones included, and `DatabaseAwayError`.
+    Raises `ConfigError` for an id that is taken, by a revoked key too, or no word, and `DatabaseAwayError`.
     """
+    if not _ID.fullmatch(id):
+        raise ConfigError(f"id must be one word of at most 200 characters, not {id!r:.80}", param="id")
     if expires_at is not None and expires_at.tzinfo is None:
         raise ConfigError("expires_at must have a time zone, like 2030-01-01T00:00:00+00:00", param="expires_at")
     secret = f"sk-sol-{secrets.token_urlsafe(32)}"
