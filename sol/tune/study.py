@@ -1,9 +1,10 @@
 """The memory of a search: every trial in a file, and who proposes the next one.
 
 Proposals come from Optuna's TPE (Bergstra et al. 2011, "Algorithms for Hyper-Parameter Optimization"; multivariate as
-in Falkner et al. 2018, BOHB), every second one from the neighbours of the best. Short loads are ended by Optuna's
-asynchronous successive halving (Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning"). TPE draws
-from densities and knows no finite space: where it proposes what is known already, a neighbour takes its place, too.
+in Falkner et al. 2018, BOHB) and, for it needs more trials than real servers allow, in between from a Gaussian process
+(`surrogate`). Short loads are ended by Optuna's asynchronous successive halving (Li et al. 2020, "A System for
+Massively Parallel Hyperparameter Tuning"). TPE draws from densities and knows no finite space: where it proposes what
+is known already, the process does that as well.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from optuna.trial import FrozenTrial, TrialState
 
 from sol.errors import ConfigError
 from sol.tune.space import Config, Space, key_of
+from sol.tune.surrogate import most_promising
 from sol.tune.trial import Probe, Trial
 
 _NAME: Final = "sol-tune"
 _FORMAT: Final = 1
 _FACTOR: Final = 3
 """Of successive halving: a third goes on."""
-_STARTUP: Final = 8
+_STARTUP: Final = 4
 """Trials before TPE models anything."""
 _NEIGHBOURS_OF: Final = 5
-"""Best configurations whose neighbours are looked at."""
+"""Best configurations whose neighbours are looked at, where there are too many to look at all."""
+_MOST_CANDIDATES: Final = 4000
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 logging.getLogger("optuna").propagate = False
@@ -93,14 +96,14 @@ class Study:
         scored = [trial for trial in self.trials if trial.best is not None and trial.score > 0]
         return sorted(scored, key=lambda trial: (trial.outcome == "finished", trial.score), reverse=True)
 
-    def ask(self, *, first: Config | None = None, near: bool = False) -> Config | None:
-        """The next configuration, which nobody has tried: `first` if that is new, a neighbour of the best if `near`.
-        None: there are no others."""
+    def ask(self, *, first: Config | None = None, promising: bool = False) -> Config | None:
+        """The next configuration, which nobody has tried: `first` if that is new, the most promising one if
+        `promising`, else TPE's. None: there are no others."""
         if self._retry:
             return self._take(self._retry.pop(0))
         if first is not None and key_of(first) not in self._known:
             return self._take(first)
-        if not near:
+        if not promising:
             with _quiet():
                 asked = self._study.ask(self._distributions())
             config = self.space.at([int(asked.params[parameter.name]) for parameter in self.space.parameters])
@@ -109,7 +112,7 @@ class Study:
                 return config
             asked.set_user_attr("repeats", self._known[key_of(config)].number)
             self._study.tell(asked, state=TrialState.FAIL)
-        found = self._neighbour() or self._any()
+        found = self._promising() or self._any()
         return None if found is None else self._take(found)
 
     def report(self, score: float, rung: int) -> bool:
@@ -156,17 +159,29 @@ class Study:
             for parameter in self.space.parameters
         }
 
-    def _neighbour(self) -> Config | None:
-        for trial in self.ranked()[:_NEIGHBOURS_OF]:
-            fresh = [config for config in self.space.neighbours(trial.config) if key_of(config) not in self._known]
-            if fresh:
-                return self._random.choice(fresh)
-        return None
+    def _promising(self) -> Config | None:
+        """None as long as there is nothing to go by, or when nothing is left."""
+        told = [trial for trial in self._known.values() if trial.outcome != "excluded"]
+        if not any(trial.score for trial in told):
+            return None
+        if self.space.size <= _MOST_CANDIDATES:
+            candidates = [config for config in self.space if key_of(config) not in self._known]
+        else:
+            near = [
+                config for trial in self.ranked()[:_NEIGHBOURS_OF] for config in self.space.neighbours(trial.config)
+            ]
+            drawn = [self._draw() for _ in range(_MOST_CANDIDATES)]
+            candidates = [config for config in (*near, *drawn) if key_of(config) not in self._known]
+        if not candidates:
+            return None
+        return most_promising(self.space, [t.config for t in told], [t.score for t in told], candidates)
+
+    def _draw(self) -> Config:
+        return self.space.at([self._random.randrange(len(parameter.values)) for parameter in self.space.parameters])
 
     def _any(self) -> Config | None:
         for _ in range(100):
-            place = [self._random.randrange(len(parameter.values)) for parameter in self.space.parameters]
-            if key_of(config := self.space.at(place)) not in self._known:
+            if key_of(config := self._draw()) not in self._known:
                 return config
         return next((config for config in self.space if key_of(config) not in self._known), None)
 

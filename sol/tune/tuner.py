@@ -18,6 +18,8 @@ from sol.tune.trial import Goal, Probe, Runner, Trial, TrialCrash
 
 DEFAULT_TRIALS: Final = 40
 DEFAULT_REQUESTS: Final = 300
+_EXPLORE: Final = 4
+"""Trials before any looks where the ones before promise most; of those after them one in four is TPE's."""
 _HOPELESS: Final = 3
 """Crashes after which a search in which nothing ever ran ends."""
 
@@ -142,7 +144,7 @@ class _Tuner:
         began = time.monotonic()
         study, first = self._study, self._default
         while study.num_started < self._search.trials and not self._stop.is_set():
-            config = study.ask(first=first, near=study.num_started >= 6 and study.num_started % 2 == 1)
+            config = study.ask(first=first, promising=study.num_started >= _EXPLORE and study.num_started % 4 > 0)
             first = None
             if config is None:
                 self._watcher.on_note("every configuration was tried")
