@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from filter_calls import chat, make_call
 from hypothesis import given
 from hypothesis import strategies as st
@@ -419,3 +422,12 @@ FUZZED = Filters(
         SizeRule(kind="size", name="s", max_messages=2, max_input_tokens=5),
     ]
 )
+
+
+def test_the_documented_examples_are_right() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"(?:^    .*\n)+", page.partition("\n## Filters\n")[2], re.MULTILINE)
+    examples = [yaml.safe_load(textwrap.dedent(block)) for block in blocks if "kind:" in block]
+    assert len(examples) == 2
+    for example in examples:
+        SECTION.validate_python(example["filters"] if isinstance(example, dict) else example)
