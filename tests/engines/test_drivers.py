@@ -189,9 +189,11 @@ def test_every_option_is_in_the_command_line_or_refused_by_name(name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", [name for name in DRIVERS if name != "openai"])
-def test_what_a_driver_writes_is_found_again_in_a_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_driver_writes_is_found_again_in_a_command(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    command = driver_named(name).command(EngineSpec(model="m"), host="0.0.0.0", port=9000)
+    command = driver_named(name).command(EngineSpec(model="m"), host="0.0.0.0", port=9000, directory=tmp_path)
     found = find_program(command.argv)
     assert found is not None
     assert found[0].engine == name
