@@ -66,7 +66,7 @@ class Filters:
         slow = [Rule(config, Search()) for config in rules if _needs_detector(config)]
         self._detectors = [DetectorThread(make(rule)) for rule in slow]
         self._order = {config.name: number for number, config in enumerate(configs)}
-        self._long = ThreadPoolExecutor(1, thread_name_prefix="filters")
+        self._long = ThreadPoolExecutor(2, thread_name_prefix="filters")
 
     def close(self) -> None:
         self._long.shutdown(wait=False, cancel_futures=True)

@@ -199,7 +199,8 @@ class StreamFilter:
             if not isinstance(choice, dict):
                 kept.append(choice)
                 continue
-            index = choice.get("index", 0)
+            index = choice.get("index")
+            index = index if isinstance(index, int) else 0
             state = self._choices.setdefault(index, _Choice())
             if state.ended:
                 changed = True

@@ -28,4 +28,6 @@ class FilterStage:
             call.output_filters.append(output)
 
     async def leave(self, call: Call, outcome: Outcome) -> None:
-        """Nothing was taken."""
+        """Nothing was taken. What looked at the answer refers to the call: were it not let go of, each call would wait
+        for the garbage collector."""
+        call.output_filters.clear()

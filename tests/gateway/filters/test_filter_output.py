@@ -232,3 +232,86 @@ def test_what_is_not_json_does_not_pass_unseen() -> None:
     assert output.feed(b"data: {half\n\n") == b"data: {half\n\n"
     assert lenient.counts.failures == {("w", "error"): 1}
     assert [d.action for d in call.decisions] == ["pass"]
+
+
+def whole(body: Any) -> tuple[Any, Call]:
+    call = make_call(chat("hi"))
+    output = FILTERS.output(call)
+    assert output is not None
+    return msgspec.json.decode(output.feed(msgspec.json.encode(body))), call
+
+
+def test_a_rejected_answer_keeps_no_call_of_a_tool_that_was_cut() -> None:
+    def tool(arguments: str) -> dict[str, Any]:
+        return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+    message = {
+        "reasoning_content": "thinking",
+        "content": "ok",
+        "tool_calls": [tool('{"a": 1}'), tool('{"a": "forbidden"}')],
+    }
+    answer, call = whole({"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]})
+    [choice] = answer["choices"]
+    assert choice["message"] == {"reasoning_content": "thinking", "content": "ok", "tool_calls": [tool('{"a": 1}')]}
+    assert choice["finish_reason"] == "content_filter"
+    assert call.decisions[0].detail.startswith("choices[0].tool_calls[1].arguments 7..16")
+    # Its thoughts are forbidden, so nothing that follows them is there.
+    message = {"reasoning_content": "a forbidden thought", "content": "ok", "tool_calls": [tool("{}")]}
+    [choice] = whole({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})[0]["choices"]
+    assert choice["message"] == {"reasoning_content": "a ", "content": "", "tool_calls": None}
+
+
+def test_a_stream_cut_in_a_tool_call_ends_there() -> None:
+    delta = {"tool_calls": [{"index": 0, "id": "1", "function": {"name": "f", "arguments": '{"a": "forbid'}}]}
+    more = {"tool_calls": [{"index": 0, "function": {"arguments": 'den"}'}}]}
+    out, call = through(chunk({"content": "ok"}), chunk(delta), chunk(more), chunk({}, finish="tool_calls"))
+    said = events(out)
+    assert said[-1]["choices"][0]["finish_reason"] == "content_filter"
+    arguments = [t["function"]["arguments"] for e in said for t in e["choices"][0]["delta"].get("tool_calls", ())]
+    assert "".join(arguments) == '{"a": "'
+    assert [d.rule for d in call.decisions] == ["stop"]
+
+
+def test_functions_of_the_older_form_are_looked_at() -> None:
+    out, _ = through(
+        chunk({"function_call": {"name": "f", "arguments": '{"a": "codename'}}),
+        chunk({"function_call": {"arguments": ' zeus"}'}}),
+        chunk({"function_call": {"arguments": "codename"}}),
+        chunk({}, finish="function_call"),
+    )
+    arguments = [e["choices"][0]["delta"].get("function_call", {}).get("arguments", "") for e in events(out)]
+    assert "".join(arguments) == '{"a": "[redacted]"}codename'
+    message = {"content": None, "function_call": {"name": "f", "arguments": '{"a": "codename zeus"}'}}
+    answer, _ = whole({"choices": [{"message": message, "finish_reason": "stop"}]})
+    assert answer["choices"][0]["message"]["function_call"]["arguments"] == '{"a": "[redacted]"}'
+
+
+@pytest.mark.parametrize("body", [{"error": {"message": "no"}}, [], {"choices": None}, {"choices": [None, {}]}, 7])
+def test_answers_without_a_text_pass(body: Any) -> None:
+    assert whole(body)[0] == body
+    out, _ = through(event(body))
+    assert events(out) == [body]
+
+
+def test_an_answer_that_is_no_json_does_not_pass_unseen() -> None:
+    output = FILTERS.output(make_call(chat("hi")))
+    assert output is not None
+    assert output.feed(b"") == b""
+    with pytest.raises(FilterFailedError):
+        output.feed(b"<html>")
+
+
+def test_an_event_without_an_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sol.gateway.filters.output.MAX_EVENT_BYTES", 100)
+    _, output = stream_filter()
+    assert output.feed(b"data: " + b"x" * 90) == b""
+    with pytest.raises(FilterFailedError):
+        output.feed(b"x" * 10)
+
+
+def test_whole_answers_are_watched_as_well() -> None:
+    _, call = whole({"choices": [{"index": 2, "message": {"content": "a curious answer"}, "finish_reason": "stop"}]})
+    assert [(d.rule, d.action, d.detail.split()[0]) for d in call.decisions] == [
+        ("noted", "flag", "choices[2].content"),
+        ("trial", "shadow_reject", "choices[2].content"),
+    ]

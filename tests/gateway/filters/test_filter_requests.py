@@ -7,6 +7,7 @@ import contextlib
 import re
 import textwrap
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,10 @@ async def test_the_stage_refuses_before_and_filters_after() -> None:
         "finish_reason": "content_filter",
     }
     await stage.leave(call, Outcome(status=200))
+    await stage.leave(call, Outcome(status=200))
+    gone = weakref.ref(output)
+    del call, output
+    assert gone() is None  # at once, without the garbage collector
     await stage.close()
 
 

@@ -151,3 +151,16 @@ def test_rules_out_of_scope_neither_change_nor_report() -> None:
     released = window.feed("cat dog ", final=True)
     assert released.text == "cat <h> "
     assert [hit.rule.config.name for hit in released.hits] == ["whole"]
+
+
+def test_a_set_that_ran_out_of_memory_hides_nothing() -> None:
+    class Empty:
+        """What RE2's set says then: that nothing matches."""
+
+        def Match(self, data: bytes) -> list[int]:
+            return []
+
+    rules = rule_set(RegexRule(kind="regex", name="r", patterns=("cat", "dog"), action="redact"))
+    rules.matcher._set = Empty()
+    hits = rules.find("a dog, a cat", never, frozenset({0}))
+    assert [hit.text for hit in hits] == ["dog", "cat"]
