@@ -97,11 +97,11 @@ def engine_spec(options: Mapping[str, Any], where: str = "spec") -> EngineSpec:
         first = error.errors(include_url=False)[0]
         # Which member of a union did not fit is pydantic's business, and not in the file.
         path = [str(part) for part in first["loc"] if not str(part).startswith(("SpeculationSpec", "literal["))]
-        name = ": ".join([where, *path])
+        name = ": ".join(filter(None, [where, *path]))
         text = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             fields = SpeculationSpec.model_fields if "speculation" in path else EngineSpec.model_fields
             text = f"there is no such option; there are {', '.join(fields)}"
         elif first["type"] != "value_error":
             text = f"{text}, not {first['input']!r}"
-        raise ConfigError(f"{name}: {text}", param=".".join([where, *path])) from None
+        raise ConfigError(f"{name}: {text}" if name else text, param=".".join(filter(None, [where, *path]))) from None

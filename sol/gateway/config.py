@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from sol.engines.spec import engine_spec
 from sol.errors import ConfigError
 from sol.gateway.filters.config import Filters
 from sol.gateway.limits.config import DatabaseOptions, LimitsConfig, Price
@@ -63,6 +64,16 @@ class EngineEntry(Section):
         if url.endswith("/v1"):
             raise ValueError("is the server's address, without /v1 at the end")
         return url
+
+    @field_validator("spec")
+    @classmethod
+    def _a_spec(cls, spec: dict[str, Any] | None) -> dict[str, Any] | None:
+        if spec is not None:
+            try:
+                engine_spec(spec, "")
+            except ConfigError as error:
+                raise ValueError(error.message) from None
+        return spec
 
     @model_validator(mode="after")
     def _is_somewhere(self) -> Self:
