@@ -30,7 +30,7 @@ table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: a
 td, th { padding: .25rem .8rem .25rem 0; text-align: left; border-bottom: 1px solid var(--rule); white-space: nowrap;
   font-variant-numeric: tabular-nums; } td.wrap { white-space: normal; }
 .warn { background: var(--warn-paper); color: var(--warn); padding: .5rem .8rem; margin: .4rem 0; border-radius: 4px; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1rem; }
 svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; }
 svg text { fill: var(--soft); } svg .title { fill: var(--ink); font-weight: 600; }
 svg .grid { stroke: var(--rule); stroke-width: 1; } svg polyline { fill: none; stroke-width: 1.8; }

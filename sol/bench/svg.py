@@ -34,14 +34,14 @@ def plot(
     y_range: tuple[float, float] | None = None,
 ) -> str:
     """An `<svg>` element; empty if no series has a point. Long series are thinned out: lines keep every n-th point and
-    the extremes between, dots every n-th."""
+    the extremes between, dots every n-th. Series of one name have one colour, and one place in the legend."""
     kept = [thinned for one in series if len((thinned := _thin(_clean(one, log_x))).x)]
     if not kept:
         return ""
     xs = np.concatenate([np.asarray(one.x, dtype=float) for one in kept])
     ys = np.concatenate([np.asarray(one.y, dtype=float) for one in kept])
     x_axis = _Axis(float(xs.min()), float(xs.max()), _LEFT, _WIDTH - _RIGHT, log=log_x)
-    low, high = y_range or (min(0.0, float(ys.min())), float(ys.max()))
+    low, high = y_range or _with_room(min(0.0, float(ys.min())), float(ys.max()))
     y_axis = _Axis(low, high, _HEIGHT - _BOTTOM, _TOP)
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">',
@@ -61,9 +61,10 @@ def plot(
         f'<text class="label" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 8}" text-anchor="end">{escape(x_label)}</text>'
     )
     parts.append(f'<text class="label" x="{_LEFT}" y="{_TOP - 4}">{escape(y_label)}</text>')
-    for number, one in enumerate(kept):
+    names = list(dict.fromkeys(one.name for one in kept))
+    for one in kept:
         places = [(x_axis.place(x), y_axis.place(y)) for x, y in zip(one.x, one.y, strict=True)]
-        colour = f"c{number % 6}"
+        colour = f"c{names.index(one.name) % 6}"
         if one.points:
             parts += [f'<circle class="{colour} dot" cx="{x:.1f}" cy="{y:.1f}" r="2"/>' for x, y in places]
         else:
@@ -71,10 +72,9 @@ def plot(
             parts.append(f'<polyline class="{colour}" points="{line}"/>')
             if len(places) <= 24:
                 parts += [f'<circle class="{colour} dot" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places]
-    if len(kept) > 1:
+    if len(names) > 1:
         x = float(_WIDTH - _RIGHT)
-        for number in range(len(kept) - 1, -1, -1):
-            name = kept[number].name
+        for number, name in reversed(list(enumerate(names))):
             parts.append(
                 f'<text class="legend l{number % 6}" x="{x:.0f}" y="16" text-anchor="end">● {escape(name)}</text>'
             )
@@ -86,6 +86,12 @@ def cumulative(name: str, values: Sequence[float]) -> Series:
     """The share of values up to each, in percent."""
     ordered = np.sort(np.asarray(values, dtype=float))
     return Series(name, ordered.tolist(), (100 * np.arange(1, len(ordered) + 1) / max(1, len(ordered))).tolist())
+
+
+def _with_room(low: float, high: float) -> tuple[float, float]:
+    """A little more than that, so that no dot lies on the edge; 0 stays the edge where everything is above it."""
+    room = 0.05 * (high - low)
+    return (low if low == 0 else low - room), (high if high == 0 else high + room)
 
 
 class _Axis:
@@ -105,10 +111,13 @@ class _Axis:
         if self._log:
             decades = range(math.floor(math.log10(self._low)), math.ceil(math.log10(self._high)) + 1)
             marks = (1, 2, 5) if len(decades) <= 4 else (1,)
-            return [
+            found = [
                 mark * 10.0**decade for decade in decades for mark in marks
                 if self._low * 0.999 <= mark * 10.0**decade <= self._high * 1.001
             ]  # fmt: skip
+            if len(found) >= 3 or self._high > 10 * self._low:
+                return found
+            # Less than a decade: evenly spaced numbers say more than the one or two round ones that lie in it.
         raw = (self._high - self._low) / 6
         unit = 10.0 ** math.floor(math.log10(raw))
         step = unit * next(mark for mark in (1, 2, 5, 10) if mark * unit >= raw)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -51,16 +52,16 @@ def _plots(comparison: Comparison) -> str:
     if ratios:
         numbers = [float(number) for number, _ in ratios]
         effect = comparison.primary
-        lines = [Series("blocks", numbers, [100 * value for _, value in ratios], points=True)]
-        for name, level in (("interval", effect.low), ("to", effect.high)):
-            if level is not None and len(numbers) > 1:
-                lines.append(Series(name, [numbers[0], numbers[-1]], [100 * (level - 1)] * 2))
-        shown.append(plot(f"{NAMES[metric]}: B against A, by block", "block", "% (logarithm)", lines))
+        lines = [Series("blocks", numbers, [100 * math.expm1(value) for _, value in ratios], points=True)]
+        if len(numbers) > 1:
+            bounds = [100 * (level - 1) for level in (effect.low, effect.high) if level is not None]
+            lines += [Series("interval", [numbers[0], numbers[-1]], [bound, bound]) for bound in bounds]
+        shown.append(plot(f"{NAMES[metric]}: B against A, by block", "block", "B / A - 1, %", lines))
     by_prompt: Metric = metric if metric != "throughput" else "e2e"
     every = [pair for block in comparison.blocks for pair in block.pairs]
     if logs := prompt_log_ratios(every, by_prompt):
-        shown.append(plot(f"{NAMES[by_prompt]}: B against A, by prompt", "% (logarithm)", "% of prompts",
-                          [cumulative("prompts", [100 * value for value in logs])], y_range=(0, 100)))  # fmt: skip
+        shown.append(plot(f"{NAMES[by_prompt]}: B against A, by prompt", "B / A - 1, %", "% of prompts",
+                          [cumulative("prompts", [100 * math.expm1(value) for value in logs])], y_range=(0, 100)))  # fmt: skip
     for one in ("e2e", "ttft", "tpot"):
         sides = [
             [1000 * value for pair in every for answer in (pair.a if side == "A" else pair.b).answers

@@ -222,7 +222,7 @@ def test_plots_keep_peaks_and_escape_names() -> None:
     assert "&lt;s&gt;" in drawn
     assert len(drawn) < 60_000
     heights = [float(pair.split(",")[1]) for pair in re.findall(r"[\d.]+,[\d.]+", drawn)]
-    assert min(heights) < 40 < max(heights)
+    assert min(heights) < 50 < max(heights)
     assert plot("nothing", "x", "y", [Series("s", [], [])]) == ""
     assert plot("one point", "x", "y", [Series("s", [3.0], [3.0])], log_x=True).startswith("<svg")
     assert plot("no finite point", "x", "y", [Series("s", [1.0], [float("inf")])]) == ""
@@ -251,3 +251,16 @@ def test_every_flag_is_documented() -> None:
     mentioned = set(re.findall(r"`(--[a-z-]+)`", section))
     assert mentioned <= flags
     assert {flag for flag in flags - mentioned if not flag.startswith("--no-")} == set()
+
+
+def test_plots_name_a_series_once_and_leave_room_for_what_lies_on_the_edge() -> None:
+    band = [Series("interval", [1.0, 2.0], [level, level]) for level in (-55.0, -45.0)]
+    dots = Series("blocks", [1.0, 2.0], [-80.0, -50.0], points=True)
+    drawn = plot("by block", "block", "%", [dots, *band])
+    assert drawn.count("● interval") == 1
+    assert drawn.count('<polyline class="c1"') == 2
+    heights = [float(place) for place in re.findall(r'<circle class="c0 dot" cx="[\d.]+" cy="([\d.]+)"', drawn)]
+    assert len(heights) == 2
+    assert max(heights) < 254 - 2  # a dot's radius above the lower edge
+    narrow = plot("less than a decade", "ms", "%", [Series("s", [21.0, 48.0], [0.0, 100.0])], log_x=True)
+    assert re.findall(r'text-anchor="middle">(\d+)<', narrow) == ["25", "30", "35", "40", "45"]
