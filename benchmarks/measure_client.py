@@ -10,18 +10,18 @@ from measure_servers import Cores, bench, simulated
 
 STREAMS = 2000
 EVENTS_PER_SECOND = 10_000
-STEP_SECONDS = 0.95 * STREAMS / EVENTS_PER_SECOND
+STEP_SECONDS = 0.9 * STREAMS / EVENTS_PER_SECOND
 """All streams get a chunk in each step, all in one instant: a server with continuous batching does that, and it is
-harder than the same number spread out. A little shorter than needed, for the steps that begin requests."""
+harder than the same number spread out. A little shorter than needed, for the step that each request waits for."""
 
 
 def measure_streams(report: Report, directory: Path, cores: Cores) -> None:
-    seconds = 12 if report.quick else 40
+    seconds = 14 if report.quick else 40
     if cores.measuring is None:
         raise RuntimeError("this takes two cores, one for each side; this process may use one")
     flags = ["--profile", "fast", "--step-seconds", str(STEP_SECONDS), "--max-num-seqs", str(STREAMS)]
-    load = ["--concurrency", str(STREAMS), "--duration", str(seconds), "--warmup", "3"]
-    load += ["--input-tokens", "16", "--output-tokens", "uniform:10:50"]
+    load = ["--concurrency", str(STREAMS), "--duration", str(seconds), "--warmup", "4"]
+    load += ["--input-tokens", "16", "--output-tokens", "uniform:20:60"]
     with simulated(*flags, core=cores.serving) as served:
         before = psutil.Process(served.process_id).cpu_times()
         stage = bench(
