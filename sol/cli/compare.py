@@ -36,11 +36,11 @@ _FORMATS = ("json", "html")
 _LONG_ROUND_SECONDS = 10.0
 
 _OF_SERVERS = (
-    "model", "a_model", "b_model", "api_key", "header", "route", "temperature", "extra_body", "a_body", "b_body",
-    "ignore_eos", "prompts", "concurrency", "rate", "arrivals", "blocks", "effect", "max_blocks", "self_prompts",
-    "likelihood_prompts", "near_tie", "request_timeout", "start_timeout", "server_logs", "dataset", "tasks",
-    "languages", "input_tokens", "output_tokens", "prefix_tokens", "num_prefixes", "turns", "turn_delay", "multi_turn",
-    "send_seeds",
+    "model", "a_model", "b_model", "api_key", "a_api_key", "b_api_key", "header", "route", "temperature",
+    "extra_body", "a_body", "b_body", "ignore_eos", "prompts", "concurrency", "rate", "arrivals", "blocks",
+    "effect", "max_blocks", "self_prompts", "likelihood_prompts", "near_tie", "request_timeout",
+    "start_timeout", "server_logs", "dataset", "tasks", "languages", "input_tokens", "output_tokens",
+    "prefix_tokens", "num_prefixes", "turns", "turn_delay", "multi_turn", "send_seeds",
 )  # fmt: skip
 """What has no meaning for recorded runs."""
 
@@ -76,6 +76,8 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--a-model", default="", metavar="NAME", help="of A alone")
     group.add_argument("--b-model", default="", metavar="NAME", help="of B alone")
     group.add_argument("--api-key", metavar="KEY", help="default: the environment variable OPENAI_API_KEY")
+    group.add_argument("--a-api-key", metavar="KEY", help="of A alone")
+    group.add_argument("--b-api-key", metavar="KEY", help="of B alone")
     group.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="a header of every request")
     group.add_argument("--route", choices=("chat", "completions"), default="chat", help="default: chat")
     group.add_argument(
@@ -272,12 +274,14 @@ async def _measure(
         unique = sides[:1] if shared else sides
         async with started(
             unique, log_prefix=args.server_logs, start_timeout=args.start_timeout, say=display.say
-        ) as urls:
-            addresses = urls * 2 if shared else urls
+        ) as running:
+            both = running * 2 if shared else running
             models = [args.a_model or args.model, args.b_model or args.model]
+            shared_key = args.api_key or os.environ.get("OPENAI_API_KEY") or None
+            keys = [args.a_api_key or shared_key, args.b_api_key or shared_key]
             endpoints = [
-                await prepare(_endpoint(args, url, model, body))
-                for url, model, body in zip(addresses, models, bodies, strict=True)
+                await prepare(_endpoint(args, one.url, model, key, body))
+                for one, model, key, body in zip(both, models, keys, bodies, strict=True)
             ]
             data = await options.data(endpoints[0], [])
             a, b = await with_token_ids(*endpoints)
@@ -291,6 +295,8 @@ async def _measure(
             )
             if outcome.interrupted and not outcome.comparison.blocks:
                 return None
+            farewells = [said for name, one in zip("AB", running, strict=False) if (said := one.farewell(name))]
+            outcome = dataclasses.replace(outcome, notes=[*farewells, *outcome.notes])
             described = {
                 name: {
                     "name": side.text + ("" if own is None else f" with {json.dumps(own)}"),
@@ -313,12 +319,11 @@ def _body(args: argparse.Namespace, options: BenchOptions, own: Mapping[str, Any
     return {**body, **args.extra_body, **(own or {})}
 
 
-def _endpoint(args: argparse.Namespace, url: str, model: str, body: dict[str, Any]) -> Endpoint:
+def _endpoint(args: argparse.Namespace, url: str, model: str, key: str | None, body: dict[str, Any]) -> Endpoint:
     from sol.bench.endpoint import Endpoint
 
     return Endpoint(
-        url=url, model=model, route=args.route, body=body, headers=parse_headers(args.header),
-        api_key=args.api_key or os.environ.get("OPENAI_API_KEY") or None,
+        url=url, model=model, route=args.route, body=body, headers=parse_headers(args.header), api_key=key,
     )  # fmt: skip
 
 
@@ -386,7 +391,7 @@ def _write(
     from sol.compare.report import to_html
     from sol.compare.result import to_json
 
-    secret = ("api_key", "header", "run")
+    secret = ("api_key", "a_api_key", "b_api_key", "header", "run")
     options = {
         name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
         if name not in secret

@@ -106,7 +106,9 @@ class HttpSampler:
         self.data = Seeded(data, seed, send=send_seeds)
         self.load = load
         self._seed = seed
-        self._limits = limits or Limits()
+        limits = limits or Limits()
+        # Every request is to be finished: one that the end of its round cut off would count as a failure of its side.
+        self._limits = replace(limits, drain_seconds=max(limits.drain_seconds, limits.request_seconds))
         self._stop = stop or Stop()
         self._watcher = watcher
 

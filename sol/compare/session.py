@@ -56,11 +56,13 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """For CI: 130 interrupted; 1 B is worse; 3 it is not, but its texts differ; 0."""
+        """For CI: 130 interrupted; 1 B is worse; 2 nothing could be compared; 3 B is not worse, but texts differ; 0."""
         if self.interrupted:
             return 130
         if self.comparison.verdict == "worse":
             return 1
+        if self.comparison.primary.ratio is None:
+            return 2
         return 3 if self.texts.verdict == "differ" else 0
 
 

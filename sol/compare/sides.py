@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from sol.engines.commands import ServerCommand, command_from_text
+from sol.engines.service import Service
 from sol.errors import ConfigError, EngineStartError
 
 
@@ -46,21 +47,37 @@ def check_kinds(a: SideText, b: SideText) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A side that can be asked."""
+
+    url: str
+    service: Service | None = None
+    """Of a server that we started."""
+
+    def farewell(self, name: str) -> str | None:
+        """What to say of a server that ended while it was needed."""
+        if self.service is None or self.service.running:
+            return None
+        said = self.service.tail(3)
+        return f"{name} ended during the comparison (exit code {self.service.returncode})" + (said and f": {said}")
+
+
 @contextlib.asynccontextmanager
 async def started(
     sides: Sequence[SideText], *, log_prefix: Path | None, start_timeout: float, say: Callable[[str], None]
-) -> AsyncIterator[list[str]]:
-    """The addresses of one side or two; those that are commands run until the end.
+) -> AsyncIterator[list[Running]]:
+    """One side or two, ready; those that are commands run until the end.
 
     Both are up at the same time, and only one of them ever has load. Raises `EngineStartError`; whatever had started
     is stopped then, too.
     """
     async with contextlib.AsyncExitStack() as stack:
-        urls: list[str] = []
+        running: list[Running] = []
         commands: list[ServerCommand] = []
         for name, side in zip("AB", sides, strict=False):
             if side.kind == "url":
-                urls.append(side.text)
+                running.append(Running(side.text))
                 continue
             command = command_from_text(side.text)
             log = None if log_prefix is None else Path(f"{log_prefix}-{name.lower()}.log")
@@ -71,9 +88,9 @@ async def started(
             except EngineStartError as error:
                 raise _explained(error, commands) from None
             commands.append(command)
-            urls.append(command.url)
+            running.append(Running(command.url, service))
             say(f"{name} is ready at {command.url}")
-        yield urls
+        yield running
 
 
 def _explained(error: EngineStartError, running: Sequence[ServerCommand]) -> EngineStartError:

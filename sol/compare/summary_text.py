@@ -63,6 +63,12 @@ def facts(outcome: Outcome) -> list[tuple[str, str]]:
     if comparison.blocks:
         requests = sum(len(pair.a.answers) for block in comparison.blocks for pair in block.pairs)
         rows.append(("blocks", f"{len(comparison.blocks)}, {requests:,} requests a side"))
+        keys = [
+            one.key for block in comparison.blocks for pair in block.pairs for one in pair.a.answers if not one.turn
+        ]
+        if len(set(keys)) < len(keys):
+            rows.append(("prompts", f"{len(set(keys))} different ones; {len(keys) - len(set(keys))} were sent before, "
+                         "and a prefix cache may know them"))  # fmt: skip
     if comparison.announced is not None:
         enough = len(comparison.blocks) >= comparison.announced
         rows.append(("announced", f"{comparison.announced} blocks for {_percent(comparison.plan.effect or 0.0)}"

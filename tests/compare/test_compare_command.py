@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sol.cli import build_parser, main
+from sol.compare.sides import parse_side, started
 from sol.simulate import profile
 from sol.simulate.config import SimulateConfig
 from sol.simulate.laws import TextLaws
@@ -129,6 +131,17 @@ def test_a_wanted_effect_is_announced_and_then_found(tmp_path: Path, capsys: pyt
     assert re.search(r"block 6 of \d: E2E of B / A", err)
     document = json.loads((tmp_path / "run.json").read_text())
     assert len(document["blocks"]) == min(8, document["announced_blocks"])
+
+
+async def test_a_server_that_ended_meanwhile_is_named() -> None:
+    side = parse_side("sol simulate --profile fast", "a")
+    async with started([side], log_prefix=None, start_timeout=60, say=lambda _: None) as (running,):
+        assert running.farewell("A") is None
+        assert running.service is not None
+        assert running.service.pid is not None
+        os.kill(running.service.pid, signal.SIGKILL)
+        await running.service.on_exit
+        assert (running.farewell("A") or "").startswith("A ended during the comparison (exit code -9)")
 
 
 def test_runs_that_sol_bench_recorded(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,9 @@ import pytest
 
 from sol.bench import Stop
 from sol.compare import Answer, Block, Comparison, Pair, Plan, Progress, Round, compare, judge
+from sol.compare.likelihoods import Likelihoods
+from sol.compare.session import Outcome
+from sol.compare.texts import Equivalence
 from sol.compare.virtual import VirtualSampler, slower
 from sol.errors import ConfigError
 from sol.simulate import profile
@@ -114,6 +117,11 @@ def test_a_side_without_answers_has_no_ratio() -> None:
     assert comparison.primary.ratio is None
     assert comparison.effects == {}
     assert comparison.verdict == "worse"
+    # If A is gone, B is not worse, and yet nothing was compared.
+    turned = judge(made(6, lambda place: answer(place, 1.0), lambda place: answer(place, 1.0, error="connect")), Plan())
+    assert turned.verdict == "cannot tell"
+    nothing = Likelihoods(offered=False)
+    assert Outcome(comparison=turned, texts=Equivalence(num_compared=0), likelihoods=nothing).exit_code == 2
 
 
 async def test_stopping_keeps_the_blocks_so_far() -> None:
