@@ -5,8 +5,8 @@ Two rules, both of which one success takes back:
 - Demand. If a configuration died, so will one that is the same in everything that `differs` and asks for as much or
   more in everything that `grows`. A success of one that is at least as demanding as the dead one shows that its death
   had another cause; then only itself is excluded.
-- Values. If configurations with a value of a parameter that `differs` died twice in different ways of filling in the
-  rest, and none with it ever ran, the value is excluded: an engine without kernels for it, for one.
+- Values. If two configurations with a value of a parameter that `differs` died where others that ask for as much ran,
+  and none with it ever ran, the value is excluded: an engine without kernels for it, for one.
 """
 
 from __future__ import annotations
@@ -42,9 +42,14 @@ class Constraints:
                 return f"it asks for at least as much as one that died ({_difference(dead, config)}): {reason}"
         for parameter in self._differing():
             value = config[parameter.name]
-            deaths = [reason for dead, reason in self._died if dead[parameter.name] == value]
-            others_ran = any(ran[parameter.name] != value for ran in self._ran)
-            if len(deaths) >= _DEATHS and others_ran and not any(ran[parameter.name] == value for ran in self._ran):
+            if any(ran[parameter.name] == value for ran in self._ran):
+                continue
+            deaths = [
+                reason
+                for dead, reason in self._died
+                if dead[parameter.name] == value and any(self._asks_as_much(ran, dead) for ran in self._ran)
+            ]
+            if len(deaths) >= _DEATHS:
                 return f"all {len(deaths)} with {parameter.name} {value!r} died, others ran: {deaths[-1]}"
         return None
 
@@ -64,14 +69,15 @@ class Constraints:
         return [parameter for parameter in self.space.parameters if parameter.demand == "differs"]
 
     def _as_demanding(self, one: Config, other: Config) -> bool:
-        """Whether `one` needs all that `other` does."""
-        for parameter in self.space.parameters:
-            mine, theirs = one[parameter.name], other[parameter.name]
-            if parameter.demand == "differs" and mine != theirs:
-                return False
-            if parameter.demand == "grows" and parameter.values.index(mine) < parameter.values.index(theirs):
-                return False
-        return True
+        """Whether `one` needs all that `other` does, and differs in nothing that matters otherwise."""
+        return self._asks_as_much(one, other) and all(one[p.name] == other[p.name] for p in self._differing())
+
+    def _asks_as_much(self, one: Config, other: Config) -> bool:
+        return all(
+            parameter.values.index(one[parameter.name]) >= parameter.values.index(other[parameter.name])
+            for parameter in self.space.parameters
+            if parameter.demand == "grows"
+        )
 
 
 def _difference(dead: Config, config: Config) -> str:

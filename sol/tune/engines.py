@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from sol.engines.drivers import DRIVERS
 from sol.engines.spec import EngineSpec, engine_spec
 from sol.errors import ConfigError
 from sol.tune.space import Config, Demand, Parameter, Space
@@ -120,7 +121,7 @@ def engine_space(
             choices = tuple(sorted(choices))
         parameter = Parameter(name=name, values=choices, demand=_DEMANDS[name], lossy=lossy, lossless=lossless)
         for choice in choices:
-            target.spec({name: choice})
+            DRIVERS[target.engine].command(target.spec({name: choice}), port=1)
         parameters.append(parameter)
     return Space(parameters)
 

@@ -14,8 +14,8 @@ from sol.tune.tuner import Watcher
 class Progress(Watcher):
     """`trials` of them at most; `loads`: a line for each load as well, where one takes minutes."""
 
-    def __init__(self, trials: int, *, loads: bool, out: TextIO = sys.stderr) -> None:
-        self._trials, self._loads, self._out = trials, loads, out
+    def __init__(self, trials: int, *, loads: bool, out: TextIO | None = None) -> None:
+        self._trials, self._loads, self._out = trials, loads, sys.stderr if out is None else out
         self._began = time.monotonic()
         self._number = 0
 

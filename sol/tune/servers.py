@@ -33,6 +33,7 @@ _WARMUP_REQUESTS: Final = 8
 _WARMUP_CONCURRENCY: Final = 4
 _TEXT_SECONDS: Final = 300.0
 """For the logprobs of one text."""
+_DYING_SECONDS: Final = 1.0
 _LAST_LINES: Final = 5
 
 
@@ -85,7 +86,8 @@ class ServerRunner:
     async def start(self, config: Config) -> AsyncIterator[RunningServer]:
         async with self._service(config) as service:
             endpoint = await self._endpoint(service)
-            running = RunningServer(endpoint, await self._load.data(endpoint, []), service, self._slo, self._load)
+            data = await _or_crash(service, self._load.data(endpoint, []))
+            running = RunningServer(endpoint, data, service, self._slo, self._load)
             output_tokens = await running.warm_up()
             if self._roofline is not None and self._roofline.output_tokens is None:
                 self._roofline.output_tokens = output_tokens
@@ -132,7 +134,7 @@ class ServerRunner:
         try:
             return await prepare(endpoint)
         except EndpointError as error:
-            if not service.running:
+            if await _gone(service):
                 raise _death(service) from None
             raise TrialCrash(error.message) from None
 
@@ -185,11 +187,22 @@ async def _or_crash(service: Service, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait((task, died), return_when=asyncio.FIRST_COMPLETED)
         if died.done():
             raise _death(service)
-        return await task
+        try:
+            return await task
+        except EndpointError:
+            if await _gone(service):
+                raise _death(service) from None
+            raise
     finally:
         died.cancel()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def _gone(service: Service) -> bool:
+    """A connection may be lost a moment before its process is known to be gone."""
+    await asyncio.wait((service.on_exit,), timeout=_DYING_SECONDS)
+    return not service.running
 
 
 def _death(service: Service) -> TrialCrash:
