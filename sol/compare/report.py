@@ -60,8 +60,9 @@ def _plots(comparison: Comparison) -> str:
     by_prompt: Metric = metric if metric != "throughput" else "e2e"
     every = [pair for block in comparison.blocks for pair in block.pairs]
     if logs := prompt_log_ratios(every, by_prompt):
-        shown.append(plot(f"{NAMES[by_prompt]}: B against A, by prompt", "B / A - 1, %", "% of prompts",
-                          [cumulative("prompts", [100 * math.expm1(value) for value in logs])], y_range=(0, 100)))  # fmt: skip
+        prompts = cumulative("prompts", [100 * math.expm1(value) for value in logs])
+        title = f"{NAMES[by_prompt]}: B against A, by prompt"
+        shown.append(plot(title, "B / A - 1, %", "% of prompts", [prompts], y_range=(0, 100)))
     for one in ("e2e", "ttft", "tpot"):
         sides = [
             [1000 * value for pair in every for answer in (pair.a if side == "A" else pair.b).answers
