@@ -178,6 +178,7 @@ def _simulated(args: argparse.Namespace, goal: Goal) -> _Plan:
 
 def _real(args: argparse.Namespace, goal: Goal) -> _Plan:
     from sol.bench.options import BenchOptions
+    from sol.cli.machine import inspect_machine
     from sol.tune.engines import Target, Variation, default_config, engine_space, serve_options, split_words
     from sol.tune.machine import inspect
     from sol.tune.servers import ServerRunner
@@ -188,7 +189,10 @@ def _real(args: argparse.Namespace, goal: Goal) -> _Plan:
     load.check_data()
     extra = split_words(args.engine_args or "")
     target = Target(engine=args.engine or "sol", model=chosen_model(args), extra_args=extra, program=args.program)
-    machine = inspect(on_cpu="cpu" in extra)
+    own = inspect_machine()
+    machine = inspect(
+        on_cpu="cpu" in extra, memory_bytes=min(own.memory_bytes, own.memory_limit_bytes or own.memory_bytes)
+    )
     if args.memory_bandwidth is not None:
         machine = dataclasses.replace(
             machine, limits=dataclasses.replace(machine.limits, bandwidth=args.memory_bandwidth * 1e9)

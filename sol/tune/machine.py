@@ -8,7 +8,6 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sol.runner.cgroup import CGroups
 from sol.tune.roofline import Machine
 
 _QUERY_SECONDS: Final = 20.0
@@ -26,11 +25,11 @@ class Inspected:
         return {"on_cpu": self.on_cpu, "gpu": self.name}
 
 
-def inspect(*, on_cpu: bool) -> Inspected:
-    """The first GPU that processes may use, or the CPU where there is none or `on_cpu`."""
+def inspect(*, on_cpu: bool, memory_bytes: int) -> Inspected:
+    """The first GPU that processes may use, or the CPU where there is none or `on_cpu`, which has `memory_bytes`."""
     gpu = None if on_cpu else _gpu()
     if gpu is None:
-        return Inspected(on_cpu=True, name="", limits=Machine(memory_bytes=_memory()))
+        return Inspected(on_cpu=True, name="", limits=Machine(memory_bytes=memory_bytes or None))
     name, memory = gpu
     return Inspected(on_cpu=False, name=name, limits=Machine.of_gpu(name, memory))
 
@@ -49,10 +48,3 @@ def _gpu() -> tuple[str, float] | None:
         return name.strip(), float(mebibytes) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
-
-
-def _memory() -> float | None:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = CGroups().memory()
-    found = total if limit is None else min(total, limit[0])
-    return float(found) if found > 0 else None
