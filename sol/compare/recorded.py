@@ -152,12 +152,12 @@ def _occurrences(answers: Sequence[Answer]) -> list[tuple[str, int, int]]:
 
 
 def _blocks(pair: Pair, metric: Metric) -> list[Block]:
-    """Consecutive requests, at least twice as many a block as their differences remember."""
+    """Consecutive requests, at least four times as many a block as their differences remember."""
     ratios = np.array(prompt_log_ratios([pair], metric))
     varies = len(ratios) > 0 and float(ratios.std()) > 1e-9  # else what seems to be remembered is rounding
     memory = autocorrelation_time(ratios) if varies else 1.0
     size = len(pair.a.answers)
-    number = max(1, min(_MOST_BLOCKS, int(size // max(2, math.ceil(2 * memory)))))
+    number = max(1, min(_MOST_BLOCKS, int(size // math.ceil(4 * memory))))
     edges = np.linspace(0, size, number + 1).astype(int)
     return [
         Block(number=i, pairs=[Pair(a=_part(pair.a, begin, end), b=_part(pair.b, begin, end), a_first=True)])
