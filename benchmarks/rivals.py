@@ -208,6 +208,8 @@ class Tool:
     torch: bool = False
     """Whether it needs torch: without it pip would bring CUDA's libraries to a machine that has no GPU."""
     extras: str = ""
+    beside: tuple[str, ...] = ()
+    """What it imports without requiring it."""
 
     @property
     def root(self) -> Path:
@@ -236,14 +238,15 @@ class Tool:
             venv.create(self.root / "venv", with_pip=True, symlinks=True)
         if self.torch:
             _run([self.python, HERE.parent / "scripts" / "install_torch.py", TORCH])
-        _run([self.python, "-m", "pip", "install", "--prefer-binary", f"{self.package}{self.extras}=={self.pinned}"])
+        pip: list[str | Path] = [self.python, "-m", "pip", "install", "--prefer-binary"]
+        _run([*pip, f"{self.package}{self.extras}=={self.pinned}", *self.beside])
         (self.root / "complete").touch()
 
 
 TOOLS = {
     "guidellm": Tool("GuideLLM", "guidellm", GUIDELLM_VERSION, torch=True),
     "locust": Tool("locust", "locust", LOCUST_VERSION),
-    "lm-eval": Tool("lm-evaluation-harness", "lm-eval", LM_EVAL_VERSION, extras="[api]"),
+    "lm-eval": Tool("lm-evaluation-harness", "lm-eval", LM_EVAL_VERSION, extras="[api]", beside=("transformers",)),
 }
 
 
