@@ -209,12 +209,12 @@ def lm_eval(task: Task, *, scoring: bool = False) -> Figures:
         [
             tool.program("lm_eval"), "--model", model, "--model_args",
             f"model={task.model},base_url={task.url}/v1/{path},num_concurrent=4{options}", "--include_path", ".",
-            "--tasks", name, "--output_path", task.directory / "lm_eval",
+            "--tasks", name, "--output_path", task.directory / name,
             *([] if scoring else ["--apply_chat_template"]),
         ],
         cwd=HERE / "tools" / "lm_eval",
     )  # fmt: skip
-    (written,) = (task.directory / "lm_eval").rglob("results_*.json")
+    (written,) = (task.directory / name).rglob("results_*.json")
     results = json.loads(written.read_text())
     found = results["results"][name]
     score = found["acc,none"] if scoring else found["exact_match,first_match"]
