@@ -77,21 +77,20 @@ def _model(data: Mapping[str, Any]) -> str:
 
 
 def _output_tokens(data: Mapping[str, Any]) -> int | None:
-    declared = None
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-        value = data.get(name)
-        if value is None:
-            continue
-        _require_int(name, value, 0)
-        declared = value
-    if declared is None:
-        return None
     choices = 1
     for name in ("n", "best_of"):
         value = data.get(name)
         if value is not None:
             _require_int(name, value, 1)
             choices = max(choices, value)
+    declared = None
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        value = data.get(name)
+        if value is not None:
+            _require_int(name, value, 0)
+            declared = value
+    if declared is None:
+        return None
     prompt = data.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         choices *= len(prompt)
