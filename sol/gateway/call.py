@@ -20,7 +20,7 @@ class Principal:
     models: frozenset[str] | None = None
     """What it may ask for; None: everything."""
     classes: tuple[str, ...] = ()
-    """The classes it may ask for; none: only its default."""
+    """The classes it may ask for, beside its default and those that are less urgent."""
     default_class: str | None = None
     """The class of its requests that ask for none; None: the gateway's default."""
     limits: str | None = None
@@ -129,9 +129,18 @@ class Call:
     """Of engines that speculate, who is to draft; None: as the engine decides."""
     task: str | None = None
     """What kind of work it is, where routing was told how to recognise one."""
+    no_drafts: bool = False
+    """Engines of ours are to decode it without drafts; the answer is the same."""
+    ttft_target: float | None = None
+    """Seconds from arrival that its class is promised for an answer's beginning; None: nothing is."""
     response_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     """Sent with the response, whether it is an answer or an error."""
     output_filters: list[OutputFilter] = field(default_factory=list)
+    trail: list[tuple[str, float]] = field(default_factory=list)
+    """Stages that it came to, and when (time.monotonic()); the last is where it is, or where it ended: `relay` after
+    them all."""
+    pace: Callable[[float, int], None] | None = None
+    """Told of each chunk of a stream: when it came, and how many events have come by then."""
 
     def decide(self, stage: str, rule: str, action: str, detail: str = "") -> None:
         self.decisions.append(Decision(stage=stage, rule=rule, action=action, detail=detail))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -80,10 +81,13 @@ class Pipeline:
         of a client that left.
         """
         entered: list[Stage] = []
+        trail = call.trail
         try:
             for stage in self.stages:
                 entered.append(stage)
+                trail.append((stage.name, time.monotonic()))
                 await stage.enter(call)
+            trail.append(("relay", time.monotonic()))
             outcome = await work(call)
         except asyncio.CancelledError:
             await self._leave(entered, call, self._outcome(call, CLIENT_CLOSED_REQUEST, client_left=True))
