@@ -350,10 +350,10 @@ class Service:
 def _is_alive(group: int) -> bool:
     """Whether a process group has a member that has not ended. Zombies have: where a container's first process reaps
     nobody, they stay for ever, and a signal to the group would still find them."""
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
             try:
-                stat = Path(entry.path, "stat").read_bytes()
+                stat = Path("/proc", name, "stat").read_bytes()
             except OSError:  # it has just gone
                 continue
             state, _, group_id = stat.rpartition(b")")[2].split(None, 3)[:3]

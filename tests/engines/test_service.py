@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
@@ -41,8 +42,13 @@ def service(status: int = 200, kind: str = "obedient", **options: object) -> Ser
 
 
 def child_of(service: Service) -> int:
-    words = service.tail().split()
-    return int(words[words.index("child") + 1])
+    """What the server wrote before it listened may still be on its way through the pipe."""
+    for _ in range(500):
+        words = service.tail().split()
+        if len(words) >= 3:
+            return int(words[words.index("child") + 1])
+        time.sleep(0.02)
+    raise AssertionError(service.tail())
 
 
 async def gone(pid: int) -> bool:
@@ -151,6 +157,7 @@ async def test_a_log_file_is_appended_to_and_read_from_this_start_on(tmp_path: P
     log.parent.mkdir()
     log.write_text("from a former start\n")
     async with service(log=log) as server:
+        child_of(server)
         assert server.tail().startswith("child")
     assert log.read_text().startswith("from a former start\nchild")
     assert server.tail(1) == "ends in order"
