@@ -7,6 +7,7 @@ passed to the client, and that cannot have cost the client an answer, raises `Un
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -33,16 +34,19 @@ _KEPT: Final = frozenset(
     {b"content-type", b"cache-control", b"retry-after", b"retry-after-ms", b"x-should-retry", b"openai-processing-ms"}
 )
 """Of an engine's response headers."""
+_END_SECONDS: Final = 1.0
 _JSON: Final = (b"content-type", b"application/json")
 
 
 class Unanswered(Exception):
     """The engine did not take the request, or died before it said a word. `error` is what to tell a client when nobody
-    else is there."""
+    else is there. `closed`: it took the connection and closed it, which may have been an old one that it was about to
+    give up."""
 
-    def __init__(self, error: GatewayError) -> None:
+    def __init__(self, error: GatewayError, *, closed: bool = False) -> None:
         super().__init__(error.message)
         self.error = error
+        self.closed = closed
 
 
 class StreamFailed(UpstreamError):
@@ -118,16 +122,16 @@ class Attempt:
                     for output in call.output_filters:
                         body = output.feed(body) + output.finish()
                 return self._answer(response, body)
-        except TimeoutError:
-            raise self._timed_out(until) from None
         except aiohttp.ConnectionTimeoutError:
             raise Unanswered(self._unreachable("does not take connections")) from None
+        except TimeoutError:
+            raise self._timed_out(until) from None
         except aiohttp.ClientConnectorError as error:
             raise Unanswered(
                 self._unreachable(f"cannot be reached ({error.os_error.strerror or 'no connection'})")
             ) from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise self._broken(error, response) from None
+        except (aiohttp.ClientError, OSError):
+            raise self._broken(response) from None
         finally:
             if response is not None:
                 response.close()  # of one that was not read to its end, this closes the connection: the engine stops
@@ -151,7 +155,10 @@ class Attempt:
                     flight.first_byte()
                 limit.reschedule(now + config.idle_timeout)
                 rearm_at = now + config.idle_timeout / 8
-            data = feed(data)
+            try:
+                data = feed(data)
+            except ValueError as error:
+                raise UpstreamError(f"the engine {engine.name} sent {error}") from None
             if call.output_filters:
                 data = self._filter(data)
             if data:
@@ -160,6 +167,8 @@ class Attempt:
                     await reply.start(200, self._stream_headers(response))
                 await write(data)
                 self._sending = False
+            if scanner.done:
+                break  # whatever the engine does now, the client has its answer
         rest = scanner.finish()
         if call.path in COMPLETIONS and not scanner.done and not scanner.failed:
             raise UpstreamError(f"the engine {engine.name} ended its answer before it was complete")
@@ -173,6 +182,12 @@ class Attempt:
             await reply.end()
             raise StreamFailed(f"the engine {engine.name} failed in the middle of its answer")
         await reply.end()
+        if not response.content.at_eof():
+            # The end of the encoding may come later than the stream's: read, it leaves a connection to be used again.
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+                async with asyncio.timeout(_END_SECONDS):
+                    while await read():
+                        pass
 
     def _filter(self, data: bytes) -> bytes:
         """Filters see events of the answer, not the `[DONE]`: they may hold text back, which comes before it."""
@@ -259,14 +274,12 @@ class Attempt:
             return DeadlineError(f"the engine {name} had not answered when the client's time was over")
         return UpstreamTimeoutError(f"the engine {name} did not answer within {self._config.first_byte_timeout:g} s")
 
-    def _broken(self, error: Exception, response: aiohttp.ClientResponse | None) -> Exception:
+    def _broken(self, response: aiohttp.ClientResponse | None) -> Exception:
         """A connection that ended, or bytes that are no HTTP."""
         name = self._engine.name
         if response is None:
             # Not a word came. Engines drop the work of a connection that is gone, so nobody else answers this, too.
-            return Unanswered(UpstreamError(f"the engine {name} closed the connection without an answer"))
-        if isinstance(error, ValueError):
-            return UpstreamError(f"the engine {name} sent {error}")
+            return Unanswered(UpstreamError(f"the engine {name} closed the connection without an answer"), closed=True)
         return UpstreamError(f"the connection to the engine {name} broke in the middle of its answer")
 
 

@@ -98,13 +98,24 @@ class Relay:
         """Engines, until one answers or a failure is final. Raises what the last one failed with."""
         asked: list[Engine] = []
         failed: Answer | GatewayError | None = None
-        while True:
+        again: Engine | None = None
+        repeated = False
+        for _ in range(self._config.max_retries + 1):
+            if failed is not None:
+                if not self._budget.take(time.monotonic()):
+                    break
+                self.num_retries += 1
             try:
                 choice = self._router.choose(call, asked)
             except SolError:
                 if failed is None:
                     raise
-                return _last(failed)
+                if again is None:
+                    break
+                # Nobody else is left, and it may have been the connection that was old, not the engine that is ill.
+                asked.remove(again)
+                again, repeated = None, True
+                choice = self._router.choose(call, asked)
             engine = choice.engine
             rule = f"{choice.rule}, panic" if choice.panic else choice.rule
             call.decide("route", rule, "engine", engine.name)
@@ -115,10 +126,13 @@ class Relay:
                 failed = answer
             except Unanswered as unanswered:
                 failed = unanswered.error
+                if unanswered.closed and not repeated:
+                    again = engine
             asked.append(engine)
-            if len(asked) > self._config.max_retries or not self._budget.take(time.monotonic()):
-                return _last(failed)
-            self.num_retries += 1
+        assert failed is not None
+        if isinstance(failed, Answer):
+            return failed
+        raise failed
 
     async def _attempt(self, call: Call, engine: Engine, reply: Reply) -> Answer | None:
         assert self._session is not None
@@ -138,9 +152,3 @@ class Relay:
         return Outcome(
             status=status, error=error, usage=call.usage, first_byte_at=call.first_byte_at, client_left=client_left
         )
-
-
-def _last(failed: Answer | GatewayError) -> Answer:
-    if isinstance(failed, Answer):
-        return failed
-    raise failed
