@@ -32,7 +32,7 @@ LAWS: Mapping[str, Any] = {
     "sequence_seconds": 0.0005,
     "prefill_token_seconds": 0.0001,
     "context_token_seconds": 1e-6,
-    "max_num_seqs": 16,
+    "max_num_seqs": 10,
     "enable_prefix_caching": False,
 }
 """With the load below, requests wait for a place now and then: the tails are those of a queue."""
@@ -75,11 +75,11 @@ def measure_percentiles(report: Report, directory: Path, cores: Cores) -> None:
                 )  # fmt: skip
 
     with simulated(*flags_of(LAWS), core=cores.serving) as served:
-        arrivals = ["--rate", "7", "--duration", str(seconds)]
+        arrivals = ["--rate", "5", "--duration", str(seconds)]
         stage = bench(served.url, *arrivals, *load, directory=directory, core=cores.measuring)
         records = served.records(len(requests_of(stage)))
         gaps = [gap for own in _in_window(stage, _gaps_once_more(records)) for gap in own]
-        check("7/s, poisson", stage, {**truth_of(_in_window(stage, records)), "itl": gaps, "chunk": gaps})
+        check("5/s, poisson", stage, {**truth_of(_in_window(stage, records)), "itl": gaps, "chunk": gaps})
 
     speculating = {**LAWS, "num_speculative_tokens": 4, "noise": "lognormal", "max_num_seqs": 256}
     with simulated(*flags_of(speculating), core=cores.serving) as served:
