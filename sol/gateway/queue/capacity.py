@@ -1,0 +1,83 @@
+"""What engines take, from what the gateway knows of them: the dispatcher's `Capacity` over the fleet."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from sol.gateway.queue.credits import Credits
+from sol.gateway.queue.fair import Waiter
+from sol.gateway.routing.engine import Engine
+from sol.gateway.routing.fleet import Fleet
+
+if TYPE_CHECKING:
+    from sol.gateway.config import GatewayConfig
+
+
+class FleetCapacity:
+    """An engine's places are its `max_in_flight`, and within that what was learned. The latter is told to the router as
+    `Engine.credits`."""
+
+    def __init__(self, fleet: Fleet, config: GatewayConfig) -> None:
+        self._fleet = fleet
+        self._signal_age = config.routing.signal_age
+        self.credits: Mapping[str, Credits] = {
+            entry.name: Credits(floor=config.queue.min_credits, initial=_most_at_once(entry.spec))
+            for entry in config.engines
+            if entry.name in fleet.engines
+        }
+        self._read_at: dict[str, float] = {}
+        self._under_way: list[Waiter] = []
+        """Granted, and not yet counted by an engine."""
+        for name, credit in self.credits.items():
+            fleet.engines[name].credits = credit.limit
+
+    def total(self, model: str) -> float:
+        return sum(self._places(engine) for engine in self._askable(model))
+
+    def free(self, model: str) -> float:
+        free = sum(max(0.0, self._places(engine) - engine.in_flight) for engine in self._askable(model))
+        if self._under_way and free < math.inf:
+            self._under_way = [each for each in self._under_way if each.state == "granted" and not each.is_begun()]
+            free -= len(self._under_way)
+        return max(0.0, free)
+
+    def granted(self, waiter: Waiter) -> None:
+        if len(self._under_way) >= 64:
+            self._under_way = [each for each in self._under_way if each.state == "granted" and not each.is_begun()]
+        self._under_way.append(waiter)
+
+    def in_demand(self, model: str) -> None:
+        for engine in self._askable(model):
+            self.credits[engine.name].in_demand = True
+
+    def look(self, now: float) -> None:
+        """Learn what the engines have said since the last look."""
+        for name, credit in self.credits.items():
+            engine = self._fleet.engines[name]
+            signals = engine.signals
+            if signals is not None and signals.age(now) <= self._signal_age:
+                if self._read_at.get(name) == signals.read_at:
+                    continue  # nothing new, and what it will say is worth more than a guess
+                self._read_at[name] = signals.read_at
+                credit.look(now, in_flight=engine.in_flight, running=signals.running, waiting=signals.waiting,
+                            kv_usage=signals.kv_usage)  # fmt: skip
+            else:
+                credit.look(now, in_flight=engine.in_flight)
+            engine.credits = credit.limit
+
+    def _askable(self, model: str) -> list[Engine]:
+        return self._fleet.pools[model].askable(time.monotonic()).engines
+
+    @staticmethod
+    def _places(engine: Engine) -> float:
+        most = math.inf if engine.max_in_flight is None else engine.max_in_flight
+        return most if engine.credits is None else min(most, engine.credits)
+
+
+def _most_at_once(spec: Mapping[str, object] | None) -> int | None:
+    """What an engine that is started here was told to take."""
+    value = (spec or {}).get("max_num_seqs")
+    return value if isinstance(value, int) else None

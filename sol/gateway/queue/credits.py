@@ -1,0 +1,87 @@
+"""How many requests an engine should have at once.
+
+More than it can work on at the same time would only wait in the engine, where nobody can put a more urgent one before
+them. Nothing is limited until there is a reason. There are three: the engine says that requests wait in it, it refuses
+some (429, 503), or too many of its answers begin or go on more slowly than their class is promised. Then it gets no
+more than it takes well, and, while requests wait for it in the gateway, an eighth more with every look at it that finds
+none of these (multiplicative decrease, gradual increase).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+_GROWTH: Final = 8
+_SLACK: Final = 20
+"""One in so many may wait in the engine, so that it never runs dry between two of its steps."""
+_FULL_KV: Final = 0.95
+_SLOWER: Final = 0.9
+_ENOUGH: Final = 10
+"""Answers, before their times say anything."""
+_MISSES: Final = 0.05
+_STEP_SECONDS: Final = 1.0
+
+
+class Credits:
+    """Of one engine. `initial`: what is known from its configuration; None: nothing."""
+
+    def __init__(self, *, floor: int, initial: int | None = None) -> None:
+        self.limit = initial
+        """None: as many as come."""
+        self.in_demand = False
+        """Whether somebody had to wait since the last look."""
+        self._floor = floor
+        self._peak = 0
+        self._num_answers = 0
+        self._num_slow = 0
+        self._num_refused = 0
+        self._updated = -math.inf
+
+    def taken(self, in_flight: int) -> None:
+        """So many are open now."""
+        self._peak = max(self._peak, in_flight)
+
+    def answered(self, *, slow: bool) -> None:
+        """An answer has ended. `slow`: the engine alone took longer than its class is promised."""
+        self._num_answers += 1
+        self._num_slow += slow
+
+    def refused(self) -> None:
+        """The engine said 429 or 503."""
+        self._num_refused += 1
+
+    def look(
+        self,
+        now: float,
+        *,
+        in_flight: int,
+        running: float | None = None,
+        waiting: float | None = None,
+        kv_usage: float | None = None,
+    ) -> None:
+        """Learn from what was seen since the last look. `running` and `waiting` are what the engine newly said, others'
+        requests included; None: it said nothing new."""
+        if now - self._updated < _STEP_SECONDS:
+            return
+        most = max(self._peak, in_flight)
+        queued = 0.0 if waiting is None else waiting - max(1.0, (running or 0.0) / _SLACK)
+        slow = self._num_answers >= _ENOUGH and self._num_slow > _MISSES * self._num_answers
+        if queued > 0:
+            # Prompts may wait for a step that has room, not for others to end: never less than half in one step.
+            self._shrink(max(most - queued, most / 2))
+        elif self._num_refused or slow:
+            self._shrink(most * _SLOWER)
+        elif self.limit is not None and self.in_demand and (kv_usage is None or kv_usage < _FULL_KV):
+            self.limit += max(1, self.limit // _GROWTH)
+        elif self._num_answers < _ENOUGH and not self._num_refused and waiting is None:
+            return  # too little was seen to forget it again
+        self._updated = now
+        self.in_demand = False
+        self._peak = in_flight
+        self._num_answers = self._num_slow = self._num_refused = 0
+
+    def _shrink(self, limit: float) -> None:
+        if self.limit is not None:
+            limit = min(limit, self.limit)
+        self.limit = max(self._floor, math.floor(limit))
