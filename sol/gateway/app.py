@@ -26,6 +26,7 @@ from sol.gateway.parsing import PATHS, headers_of, make_call, request_id
 from sol.gateway.relay.attempt import fail_stream
 from sol.gateway.reply import AsgiReply, Reply
 from sol.gateway.single_flight import identify
+from sol.gateway.sla.autoscaling import model_load
 from sol.version import __version__
 
 logger = logging.getLogger("sol.gateway")
@@ -60,6 +61,7 @@ class GatewayApp:
             "/health": self._ready,
             "/ping": self._ready,
             "/version": self._version,
+            "/autoscaling": self._autoscaling,
             _MODELS: self._models,
         }
 
@@ -124,7 +126,7 @@ class GatewayApp:
             async def work(reply: Reply) -> None:
                 # Errors are answered here, so that those who wait for the same work get the same answer.
                 try:
-                    await gateway.pipeline.run(call, lambda call: gateway.relay.answer(call, reply))
+                    await gateway.pipeline.run(call, lambda call: gateway.answer(call, reply))
                 except Exception as error:
                     if reply.started:
                         raise
@@ -199,6 +201,10 @@ class GatewayApp:
 
     async def _version(self, _headers: dict[str, str]) -> tuple[int, bytes, bytes]:
         return 200, _JSON, msgspec.json.encode({"version": __version__})
+
+    async def _autoscaling(self, _headers: dict[str, str]) -> tuple[int, bytes, bytes]:
+        loads = [model_load(self._gateway, name) for name in self._gateway.fleet.pools]
+        return 200, _JSON, msgspec.json.encode({"models": loads})
 
     async def _models(self, headers: dict[str, str]) -> tuple[int, bytes, bytes]:
         allowed = await self._allowed(headers)

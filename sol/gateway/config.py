@@ -11,11 +11,14 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from sol.engines.spec import engine_spec
 from sol.errors import ConfigError
+from sol.gateway.degradation.config import Step
 from sol.gateway.filters.config import Filters
 from sol.gateway.limits.config import DatabaseOptions, LimitsConfig, Price
+from sol.gateway.queue.config import CLASSES, ClassesConfig, QueueConfig
 from sol.gateway.relay.config import RelayConfig
 from sol.gateway.routing.config import RoutingConfig
 from sol.gateway.section import Expanded, Section
+from sol.gateway.sla.config import SlaConfig
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s]+$")]
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
@@ -128,6 +131,11 @@ class GatewayConfig(Section):
     """By model."""
     database: DatabaseOptions | None = None
     filters: Filters = ()
+    classes: ClassesConfig = Field(default_factory=ClassesConfig)
+    queue: QueueConfig = Field(default_factory=QueueConfig)
+    sla: SlaConfig = Field(default_factory=SlaConfig)
+    degradation: tuple[Step, ...] = ()
+    """The gentlest step first."""
 
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
@@ -152,6 +160,19 @@ class GatewayConfig(Section):
             for name in sorted(key.models or ()):
                 if name not in models:
                     raise ValueError(f"keys: models: there is no model {name!r}; {_known(models)}")
+            for name in (*key.classes, *((key.default_class,) if key.default_class is not None else ())):
+                if name not in CLASSES:
+                    raise ValueError(f"keys: classes: there is no class {name!r}; {_known(CLASSES)}")
+        for level in self.sla.levels:
+            if level.model is not None and level.model not in models:
+                raise ValueError(f"sla.levels: there is no model {level.model!r}; {_known(models)}")
+        speculates = any(engine.driver == "sol" for engine in self.engines)
+        for step in self.degradation:
+            for name in (*step.models, *((step.to,) if step.to is not None else ())):
+                if name not in models:
+                    raise ValueError(f"degradation: {step.action}: there is no model {name!r}; {_known(models)}")
+            if step.action == "drafts_off" and not speculates:
+                raise ValueError("degradation: drafts_off: there is no engine with the driver sol; remove this step")
         return self
 
 

@@ -7,15 +7,24 @@ from collections.abc import Sequence
 
 from sol.errors import ConfigError
 from sol.gateway.auth import AuthenticateStage, Authenticator
+from sol.gateway.call import Call, Outcome
 from sol.gateway.config import GatewayConfig
+from sol.gateway.degradation.ladder import Measured
+from sol.gateway.degradation.stage import DegradeStage
 from sol.gateway.limits.stage import LimitStage
 from sol.gateway.pipeline import Pipeline, Stage
+from sol.gateway.queue.classes import ClassifyStage
+from sol.gateway.queue.stage import QueueStage
 from sol.gateway.relay.relay import Relay
+from sol.gateway.reply import Reply
 from sol.gateway.routing.fleet import Fleet
 from sol.gateway.routing.prober import Prober
 from sol.gateway.routing.router import Router
 from sol.gateway.routing.tasks import RouteStage
 from sol.gateway.single_flight import SingleFlight
+from sol.gateway.sla.autoscaling import model_load
+from sol.gateway.sla.monitor import SlaMonitor
+from sol.gateway.sla.stage import SlaStage
 
 logger = logging.getLogger("sol.gateway")
 
@@ -41,6 +50,12 @@ class Gateway:
 
             self._accounts = Accounts(config.database)
         self.authenticator = Authenticator(config.keys, () if self._accounts is None else (self._accounts.keys,))
+        self.monitor = SlaMonitor(config.sla, self.fleet.pools)
+        self.queue = QueueStage(self.fleet, config, self.monitor.targets)
+        speculating = {
+            model for model, pool in self.fleet.pools.items() if any(e.driver.name == "sol" for e in pool.engines)
+        }
+        self.degrade = DegradeStage(config.degradation, self.fleet.canonical, self._measure, speculating)
         self.pipeline = Pipeline(self._stages())
         self.relay = Relay(self.fleet, Router(self.fleet, config.routing), self.route, config.relay)
         self.single_flight = SingleFlight()
@@ -49,11 +64,20 @@ class Gateway:
         self._prober = Prober(self.fleet, config)
 
     def _stages(self) -> Sequence[Stage]:
-        """The way of every call: authenticate → limit → filter → classify → queue → route, and then the relay. They are
-        left in the reverse order; what limits settle, they settle then."""
+        """The way of every call: authenticate → classify → sla → degrade → limit → filter → queue → route, and then the
+        relay. They are left in the reverse order; what limits settle, they settle then.
+
+        A call's class comes first, since filters ask for it and records name it; what is given up comes before limits,
+        so that what is not taken, or shortened, reserves no more than it will use."""
         config, canonical = self.config, self.fleet.canonical
+        keep_tier = [
+            name for name in canonical if all(e.driver.name == "openai" for e in self.fleet.pool(name).engines)
+        ]
         stages: list[Stage] = [
             AuthenticateStage(self.authenticator, canonical),
+            ClassifyStage(config.classes, keep_tier=keep_tier),
+            SlaStage(self.monitor, canonical),
+            self.degrade,
             LimitStage(config.limits, config.prices, accounts=self._accounts, canonical=canonical),
         ]
         if config.filters:
@@ -62,7 +86,7 @@ class Gateway:
             from sol.gateway.filters.stage import FilterStage
 
             stages.append(FilterStage(Filters(config.filters)))
-        stages.append(self.route)
+        stages += [self.queue, self.route]
         return stages
 
     async def start(self) -> None:
@@ -78,6 +102,20 @@ class Gateway:
         await self._prober.close()
         await self.pipeline.close()
         await self.relay.close()
+
+    async def answer(self, call: Call, reply: Reply) -> Outcome:
+        """Have a call answered that has passed all stages."""
+        return await self.queue.carry(call, reply, lambda: self.relay.answer(call, reply))
+
+    def _measure(self, model: str) -> Measured:
+        """How a model is, for its ladder."""
+        load = model_load(self, model)
+        return Measured(
+            burn_rate=load.burn_rate,
+            wait_seconds=load.wait_seconds,
+            utilisation=load.utilisation,
+            kv_usage=load.kv_usage,
+        )
 
     def has_capacity(self) -> bool:
         """Whether any engine can be asked."""

@@ -46,9 +46,13 @@ def body_for(call: Call, engine: Engine, model: str) -> bytes:
     changed: dict[str, Any] = {}
     if data.get("model") != model:
         changed["model"] = model
-    if call.drafter is not None and engine.driver.name == "sol":
+    if call.drafter is not None and engine.driver.name == "sol" and not call.no_drafts:
         given = data.get("speculation")
         changed["speculation"] = {**(given if isinstance(given, dict) else {}), "drafter": call.drafter}
+    if call.no_drafts and engine.driver.name == "sol":
+        given = data.get("speculation")
+        changed["speculation"] = {**(given if isinstance(given, dict) else {}), "enabled": False}
+        changed["speculation"].pop("drafter", None)
     running = asks_for_running_usage(call, engine)
     if running or hides_usage(call):
         options = data.get("stream_options")

@@ -29,6 +29,8 @@ class Engine:
         self.base_url = entry.url
         self.served_name = entry.served_name
         self.max_in_flight = entry.max_in_flight
+        self.credits: int | None = None
+        """Requests that it takes well at once, as the queue has learned; None: nothing speaks against more."""
         self.headers = dict(entry.headers)
         if entry.api_key is not None:
             self.headers["authorization"] = f"Bearer {entry.api_key}"
@@ -58,6 +60,10 @@ class Engine:
     @property
     def is_full(self) -> bool:
         return self.max_in_flight is not None and self.in_flight >= self.max_in_flight
+
+    @property
+    def has_credit(self) -> bool:
+        return self.credits is None or self.in_flight < self.credits
 
     def load(self, now: float) -> float:
         """Open requests, with those of others where it has lately said that it has any."""

@@ -36,6 +36,8 @@ class Router:
         pool, now = self._fleet.pool(call.model), time.monotonic()
         askable = pool.askable(now)
         engines = [engine for engine in askable.engines if engine not in asked and not engine.is_full]
+        # The queue lets a call go when one of them has a place; another is asked only when that one has failed.
+        engines = [engine for engine in engines if engine.has_credit] or engines
         if call.only_engines is not None:
             wanted = [engine for engine in engines if engine.name in call.only_engines]
             # Sent elsewhere, the call is answered all the same: any of the model's engines gives the same answers.
@@ -49,7 +51,7 @@ class Router:
         expected = self._expected(call, pool, engines, now)
         best = min(range(len(engines)), key=lambda index: (expected[index], self._random.random()))
         if self._affinity.enabled and call.prefix_key is not None:
-            index, rule = self._with_prefix(call.prefix_key, engines, expected, best)
+            index, rule = self._with_prefix(call, call.prefix_key, engines, expected, best, now)
         else:
             index, rule = best, "least_latency"
         return Choice(engines[index], rule, askable.panic)
@@ -58,11 +60,16 @@ class Router:
         usual = pool.usual_seconds()
         return [engine.latency.expect(call.input_tokens, engine.load(now), now, usual) for engine in engines]
 
-    def _with_prefix(self, key: int, engines: list[Engine], expected: list[float], best: int) -> tuple[int, str]:
+    def _with_prefix(
+        self, call: Call, key: int, engines: list[Engine], expected: list[float], best: int, now: float
+    ) -> tuple[int, str]:
         affinity = self._affinity
         total = sum(engine.in_flight for engine in engines) + 1
         most = max(affinity.free_requests, math.ceil(affinity.load_bound * total / len(engines)))
         slowest = affinity.latency_bound * expected[best]
+        if call.ttft_target is not None:
+            # A prefix is no reason to miss what the class is promised, if another engine can keep it.
+            slowest = min(slowest, max(expected[best], call.arrived + call.ttft_target - now))
         for place, index in enumerate(ranked(key, [self._seeds[engine.name] for engine in engines])):
             if engines[index].in_flight < most and expected[index] <= slowest:
                 return index, "prefix" if place == 0 else "prefix_escape"
