@@ -228,6 +228,8 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
             enable_prefix_caching=config.enable_prefix_caching,
             max_num_logits_rows=settled.max_num_logits_rows,
             num_invariant_tokens=INVARIANT if device.type == "cuda" else None,
+            scheduling_policy=config.scheduling_policy,
+            priority_aging_seconds=config.priority_aging_seconds,
         ),
         speculation,
     )

@@ -22,6 +22,7 @@ DType = Literal["auto", "float32", "float16", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["awq", "gptq", "compressed-tensors", "gguf", "int8", "int4"]
 Speculation = Literal["auto", "off"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 KVCacheDType = Literal["auto", "float32", "float16", "int8"]
 CpuKernelSet = Literal["auto", "torch", "portable", "avx2", "avx512", "avx512vnni", "neon"]
 
@@ -77,6 +78,14 @@ class EngineConfig:
     )
     block_size: int = _option(16, "tokens in a block of the KV cache")
     enable_prefix_caching: bool = _option(True, "share the KV cache of equal prompt beginnings between requests")
+    scheduling_policy: SchedulingPolicy = _option(
+        "fcfs",
+        "who goes first: fcfs, who came first; priority, the lowest number in the request's field priority, who may "
+        "take the place of others",
+    )
+    priority_aging_seconds: float = _option(
+        10.0, "by the policy priority: a request that has waited for so long counts one priority better"
+    )
     seed: int = _option(0, "where the seeds of requests that bring none come from")
     speculation: Speculation = _option(
         "auto", "draft tokens and verify them where that is faster; the text stays the same; off: never"
@@ -130,6 +139,12 @@ class EngineConfig:
                 f"gpu_memory_utilization must be greater than 0 and at most 1, not {share!r}",
                 param="gpu_memory_utilization",
             )
+        aging = self.priority_aging_seconds
+        if not isinstance(aging, (int, float)) or isinstance(aging, bool) or not 0.001 <= aging <= 1e6:
+            raise ConfigError(
+                f"priority_aging_seconds must be 0.001 to 1000000 seconds, not {aging!r}",
+                param="priority_aging_seconds",
+            )
         if self.block_size > 256:
             raise ConfigError(f"block_size must be 1 to 256 tokens, not {self.block_size}", param="block_size")
         if not isinstance(self.model, str) or not self.model:
@@ -164,6 +179,8 @@ class SchedulerConfig:
     num_invariant_tokens: int | None = None
     """Steps of at most so many tokens compute each of them bit by bit as if it were alone, and drafts do not lift a
     step out of these. None: all steps do."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    priority_aging_seconds: float = 10.0
 
 
 def literal_choices(hint: Any) -> tuple[str, ...]:

@@ -126,6 +126,7 @@ class EngineCore:
         if self.dead is not None:
             raise self.dead
         outputs = self._take_in()
+        outputs += self._scheduler.shed(time.monotonic())
         computed = 0
         started_at = self._clock()
         try:

@@ -24,8 +24,15 @@ _DIGEST_SIZE = 16
 
 
 def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
-    """16 bytes for a full block; `parent` is the hash of the block before it, empty for the first."""
+    """16 bytes for a full block; `parent` is the hash of the block before it, `root_hash` for the first."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=_DIGEST_SIZE).digest()
+
+
+def root_hash(cache_salt: str | None) -> bytes:
+    """What stands for the parent of a request's first block: requests of different salts have no hash in common."""
+    if cache_salt is None:
+        return b""
+    return blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_SIZE, person=b"salt").digest()
 
 
 class PrefixCache:
@@ -66,7 +73,7 @@ class PrefixCache:
         size = self._block_size
         published = self._num_known_blocks(request)
         assert request.num_published_blocks == published, f"{request.request_id!r}: computed blocks are not published"
-        parent = b""
+        parent = root_hash(request.cache_salt)
         for index, block_id in enumerate(request.block_ids):
             block_hash = self._pool.block_hash(block_id)
             if index >= published:
@@ -83,5 +90,6 @@ class PrefixCache:
         size = self._block_size
         while len(hashes) <= index:
             start = len(hashes) * size
-            hashes.append(hash_block(hashes[-1] if hashes else b"", request.token_ids[start : start + size]))
+            parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+            hashes.append(hash_block(parent, request.token_ids[start : start + size]))
         return hashes[index]

@@ -38,6 +38,11 @@ class Request:
     num_draftings: int = 0
     """Planned steps at whose end somebody drafts for it and writes ahead into its blocks: it waits for them."""
     speculation: SpeculationParams | None = None
+    priority: int = 0
+    arrival_time: float = 0.0
+    """Monotonic second."""
+    deadline: float | None = None
+    cache_salt: str | None = None
     usage: SpeculationUsage = field(default_factory=SpeculationUsage)
     prefilling: bool = True
     """No step since it was given its place reaches its last token, so none samples it."""
@@ -145,4 +150,8 @@ def make_request(wanted: EngineRequest, *, max_model_len: int, sequence: int) ->
         max_num_tokens=limit,
         sequence=sequence,
         speculation=wanted.speculation,
+        priority=wanted.priority,
+        arrival_time=wanted.arrival_time,
+        deadline=wanted.deadline,
+        cache_salt=wanted.cache_salt,
     )

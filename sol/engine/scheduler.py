@@ -5,13 +5,14 @@ each step moves `num_computed_tokens` toward the number of tokens, as far as the
 chunk of one, what a prefix hit leaves over, the resumption after a preemption and the next token of a running stream
 are the same rule. When a step reaches a request's last token, the runner samples the next one.
 
-Running requests come first, in order of arrival, then waiting ones, first come first served. All running requests are
-older than all waiting ones; everything below keeps it so.
+Running requests come first, then waiting ones, both in the policy's order. By first come, first served, all running
+requests are older than all waiting ones; by priority, a waiting one that is more urgent than one that runs comes before
+them all, and takes the other's place if there is no other.
 
 Memory: a request gets the blocks of all the tokens it has when it is admitted, so a prefill never stops half-way for
-want of blocks; after that it needs one more each `block_size` generated tokens. If none is free, the youngest running
-request is preempted: its blocks are freed, its tokens kept, and its KV cache is computed again later (or found). The
-youngest itself waits with the blocks it has. The oldest always gets what it needs, because the pool holds at least one
+want of blocks; after that it needs one more each `block_size` generated tokens. If none is free, the last running
+request (the youngest, or the least urgent) is preempted: its blocks are freed, its tokens kept, and its KV cache is computed again later (or found). The
+last itself waits with the blocks it has. The first always gets what it needs, because the pool holds at least one
 request of the model's full length; so everything finishes.
 
 Working ahead: a step may be planned before the one before it is read. It is then planned as if no request ended: a
@@ -24,13 +25,15 @@ after that.
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from sol.config import SchedulerConfig
 from sol.engine.block_pool import BlockPool
-from sol.engine.policy import FirstComeFirstServed
+from sol.engine.deadlines import Deadlines
+from sol.engine.policy import make_policy, victim
 from sol.engine.prefix_cache import PrefixCache
 from sol.engine.request import Request, make_request
 from sol.engine.speculation import PlannedRow, PlannedStep, Speculation, origins
@@ -94,9 +97,10 @@ class Scheduler:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self._cache = PrefixCache(self.pool, config.block_size) if config.enable_prefix_caching else None
-        self._policy = FirstComeFirstServed()
+        self._policy = make_policy(config)
+        self._deadlines = Deadlines(lambda request: len(self._find(request)) * config.block_size)
         self._running: list[Request] = []
-        """Oldest first."""
+        """In the policy's order."""
         self._requests: dict[str, Request] = {}
         """Running and waiting."""
         self._removed: list[str] = []
@@ -123,6 +127,7 @@ class Scheduler:
         self._next_sequence += 1
         self._requests[request.request_id] = request
         self._policy.add(request)
+        self._deadlines.add(request)
         if self._speculation:
             self._speculation.add(request)
 
@@ -139,6 +144,18 @@ class Scheduler:
 
     def finish_all(self, reason: FinishReason, error: str | None = None) -> list[RequestOutput]:
         return [o for request_id in list(self._requests) if (o := self.finish(request_id, reason, error)) is not None]
+
+    def shed(self, now: float) -> list[RequestOutput]:
+        """End those that wait and could not be answered by their deadlines any more."""
+        return [self._end_hopeless(request) for request in self._deadlines.take_hopeless(now, self._requests)]
+
+    def _end_hopeless(self, request: Request) -> RequestOutput:
+        waited = time.monotonic() - request.arrival_time
+        error = f"the request could not be answered by its deadline; it was given up after {waited:.1f} s in the queue"
+        output = self._output(request, [], None, "error", error=error)
+        output.deadline_exceeded = True
+        self._leave(request)
+        return output
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -160,6 +177,8 @@ class Scheduler:
             preempted_request_ids=self._preempted,
         )
         budget = self._budget()
+        if self._policy.preemptive:
+            self._schedule_urgent(plan, budget)
         self._schedule_running(plan, budget)
         self._schedule_waiting(plan, budget)
         if not plan.num_scheduled_tokens:
@@ -177,6 +196,7 @@ class Scheduler:
             self._speculation.extend(
                 plan, step, max_tokens=most, reserve=self._reserver(), works_ahead=self.works_ahead
             )
+        step.num_tokens = sum(plan.num_scheduled_tokens.values())
         return plan
 
     def _budget(self) -> _Budget:
@@ -198,8 +218,10 @@ class Scheduler:
             count = budget.grant(request)
             if count == 0 or not request.block_ids:  # no turn in this step, or preempted since the loop began
                 continue
+            if request.request_id in plan.num_scheduled_tokens:  # urgent, and new
+                continue
             needed = self._num_blocks(request.num_computed_tokens + count) - len(request.block_ids)
-            if not self._make_room(request, needed):
+            if not self._make_room(plan, request, needed):
                 continue
             new_block_ids = self.pool.allocate(needed) if needed > 0 else []
             request.block_ids += new_block_ids
@@ -270,22 +292,58 @@ class Scheduler:
             # preempt it at once would cost more than to let it wait.
             if needed + growing > self.pool.num_free - self.pool.num_free_among(found):
                 break
-            self._admit(request, found, needed)
+            self._start(plan, budget, request, found, needed)
             growing += self._may_grow(request)
-            entry = NewRequestData(
-                request_id=request.request_id,
-                token_ids=request.token_ids.copy(),
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=request.num_computed_tokens,
-                block_ids=request.block_ids.copy(),
-                params=request.params,
-                seed=request.seed,
-                choice_index=request.choice_index,
-                eos_token_ids=request.eos_token_ids,
-                tenant=request.speculation.tenant if request.speculation else None,
-            )
-            plan.new_requests.append(entry)
-            self._advance(plan, budget, request, budget.grant(request), entry)
+
+    def _schedule_urgent(self, plan: SchedulerOutput, budget: _Budget) -> None:
+        """Give requests that wait, and are more urgent than one that runs, their places; if there is none, the place of
+        the least urgent. Before anything else is planned, so that nobody in the plan is preempted, and the prompts of
+        the others do not take the step's tokens."""
+        key = self._policy.key
+        while len(self._policy) and self._running:
+            request = self._policy.next()
+            if key(request) > key(self._running[-1]) or not budget.has_room(request) or request.num_pending_tokens:
+                break
+            found = self._find(request)
+            needed = self._num_blocks(request.num_tokens) - len(found)
+            growing = sum(self._may_grow(other) for other in self._running)
+            free = self.pool.num_free - self.pool.num_free_among(found)
+            if len(self._running) < self.config.max_num_seqs and needed + growing <= free:
+                self._start(plan, budget, request, found, needed)
+            elif self._could_take_place(plan, request, found, needed):
+                self._preempt(self._running[-1])
+            else:
+                break
+
+    def _could_take_place(self, plan: SchedulerOutput, request: Request, found: list[int], needed: int) -> bool:
+        """Whether it would fit if all less urgent ones gave way: nobody is to lose a place that helps nobody."""
+        key = self._policy.key
+        last = [r for r in self._running if key(r) > key(request) and r.request_id not in plan.num_scheduled_tokens]
+        if not last or last[-1] is not self._running[-1]:
+            return False
+        others = [other for other in self._running if other not in last]
+        freed = {block_id for other in last for block_id in other.block_ids}
+        freed -= {block_id for other in others for block_id in other.block_ids}
+        freed -= set(found)
+        free = self.pool.num_free - self.pool.num_free_among(found) + len(freed)
+        return needed + sum(self._may_grow(other) for other in others) <= free
+
+    def _start(self, plan: SchedulerOutput, budget: _Budget, request: Request, found: list[int], needed: int) -> None:
+        self._admit(request, found, needed)
+        entry = NewRequestData(
+            request_id=request.request_id,
+            token_ids=request.token_ids.copy(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=request.num_computed_tokens,
+            block_ids=request.block_ids.copy(),
+            params=request.params,
+            seed=request.seed,
+            choice_index=request.choice_index,
+            eos_token_ids=request.eos_token_ids,
+            tenant=request.speculation.tenant if request.speculation else None,
+        )
+        plan.new_requests.append(entry)
+        self._advance(plan, budget, request, budget.grant(request), entry)
 
     def _find(self, request: Request) -> list[int]:
         """Blocks that need not be computed. Where a prompt's logprobs are wanted its KV cache alone is not enough."""
@@ -302,7 +360,7 @@ class Scheduler:
         request.num_computed_tokens = len(found) * self.config.block_size
         request.num_published_blocks = len(found)
         request.prefilling = True
-        self._running.append(request)
+        insort(self._running, request, key=self._policy.key)
         if request.num_cached_tokens is None:  # not again after a preemption
             request.num_cached_tokens = request.num_computed_tokens
             request.scheduled_time = time.monotonic()
@@ -342,19 +400,22 @@ class Scheduler:
         if self._cache:
             self._cache.publish(request)
 
-    def _make_room(self, request: Request, needed: int) -> bool:
-        """Preempt younger requests until `needed` blocks are free; False if that does not suffice."""
+    def _make_room(self, plan: SchedulerOutput, request: Request, needed: int) -> bool:
+        """Preempt less urgent requests until `needed` blocks are free; False if that does not suffice."""
         while needed > self.pool.num_free:
-            victim = self._policy.victim(self._running, request)
-            if victim is None:
+            last = victim(self._running, request)
+            if last is None or last.request_id in plan.num_scheduled_tokens:
                 return False
-            self._running.remove(victim)
-            self._leave_runner(victim)
-            self._preempted.add(victim.request_id)
-            victim.draft = None
-            self._policy.put_back(victim)
-            self._stats.num_preemptions += 1
+            self._preempt(last)
         return True
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._leave_runner(request)
+        self._preempted.add(request.request_id)
+        request.draft = None
+        self._policy.put_back(request)
+        self._stats.num_preemptions += 1
 
     def _leave_runner(self, request: Request) -> None:
         self.pool.release(request.block_ids)
@@ -390,6 +451,8 @@ class Scheduler:
         plan.
         """
         step = self._unread.popleft()
+        if seconds is not None:
+            self._deadlines.observe(step.num_tokens, seconds)
         if self._speculation:
             rows = [row for row in step.rows if self._requests.get(row.request.request_id) is row.request]
             self._speculation.observe(step, rows, result, seconds)
@@ -500,8 +563,9 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise `AssertionError` if scheduler, queue and block pool contradict each other."""
         waiting = list(self._policy)
-        order = [request.sequence for request in self._running + waiting]
-        assert order == sorted(set(order)), f"requests are out of order: {order}"
+        running_keys, waiting_keys = ([self._policy.key(r) for r in some] for some in (self._running, waiting))
+        for keys in (running_keys, waiting_keys) if self._policy.preemptive else (running_keys + waiting_keys,):
+            assert keys == sorted(set(keys)), f"requests are out of order: {keys}"
         assert {r.request_id: r for r in self._running + waiting} == self._requests, "a request is lost or stands twice"
         assert len(self._running) <= self.config.max_num_seqs, "more requests run than max_num_seqs"
         pending: Counter[Request] = Counter()

@@ -73,6 +73,8 @@ class PlannedStep:
     """Settled once the plan is complete, where somebody wants to know."""
     ahead: bool = False
     """It was planned before the one before it was read."""
+    num_tokens: int = 0
+    """That it computes, drafts included."""
 
 
 class Speculation:

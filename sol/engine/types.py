@@ -50,6 +50,12 @@ class EngineRequest:
     """Seconds on this machine's monotonic clock, which all its processes share."""
     speculation: SpeculationParams | None = None
     """None: as the engine is configured."""
+    priority: int = 0
+    """Lower ones first; only where the engine's scheduling policy is "priority"."""
+    deadline: float | None = None
+    """Monotonic second by which its first token is worth something; None: it may wait for ever."""
+    cache_salt: str | None = None
+    """It shares the KV cache of equal beginnings with requests of the same salt only; None is one of its own."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,6 +124,8 @@ class RequestOutput:
     """The member of `stop_token_ids` that ended the request (it is the last new token); None for an end token."""
     error: str | None = None
     """Why, when `finish_reason` is "error"."""
+    deadline_exceeded: bool = False
+    """That is why: it could not have been answered in time."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV cache was found rather than computed; settled when the first token arrives."""
     scheduled_time: float = 0.0

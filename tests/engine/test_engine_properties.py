@@ -31,6 +31,8 @@ class Arrive:
     prompt_logprobs: int | None = None
     breaks_after: int | None = None
     """Output tokens behind which its logits are not finite"""
+    priority: int = 0
+    salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         enable_prefix_caching=draw(st.booleans()),
         max_num_logits_rows=draw(st.sampled_from([None, None, 6, 9])),
         num_invariant_tokens=draw(st.sampled_from([None, None, 4, 12])),
+        scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
     )
 
 
@@ -76,6 +79,8 @@ def arrivals(draw: st.DrawFn) -> Arrive:
         logprobs=draw(st.sampled_from([None, None, 0, 2])),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
         breaks_after=draw(st.sampled_from([None, None, None, None, 0, 1, 3, 7])),
+        priority=draw(st.sampled_from([0, 0, 1, -1, 5])),
+        salt=draw(st.sampled_from([None, None, "a", "b"])),
     )
 
 
@@ -128,6 +133,7 @@ class Client:
                 prompt_logprobs=arrive.prompt_logprobs,
             )
             request.speculation = SpeculationParams(include_origins=True)
+            request.priority, request.cache_salt = arrive.priority, arrive.salt
             self.requests[request.request_id] = request
             self.tokens[request.request_id] = []
             if arrive.breaks_after is not None:

@@ -239,8 +239,8 @@ class FailingRunner(TokenRunner):
         return super().execute(plan)
 
 
-def make_config(**changes: int | bool) -> SchedulerConfig:
-    values: dict[str, int | bool] = {
+def make_config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {
         "max_model_len": 64,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
