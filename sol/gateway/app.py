@@ -61,6 +61,7 @@ class GatewayApp:
             "/health": self._ready,
             "/ping": self._ready,
             "/version": self._version,
+            "/metrics": gateway.metrics_page,
             "/autoscaling": self._autoscaling,
             _MODELS: self._models,
         }
@@ -101,6 +102,8 @@ class GatewayApp:
         except ClientLeft:
             return
         except Exception as error:
+            if scope["path"] in PATHS:
+                self._gateway.observe.refused(call_id, scope["path"], error)
             if not reply.started:
                 await send_error(reply, error)
             elif isinstance(error, DrainingError):

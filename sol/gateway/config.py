@@ -14,6 +14,7 @@ from sol.errors import ConfigError
 from sol.gateway.degradation.config import Step
 from sol.gateway.filters.config import Filters
 from sol.gateway.limits.config import DatabaseOptions, LimitsConfig, Price
+from sol.gateway.observe.config import ObserveConfig
 from sol.gateway.queue.config import CLASSES, ClassesConfig, QueueConfig
 from sol.gateway.relay.config import RelayConfig
 from sol.gateway.routing.config import RoutingConfig
@@ -131,6 +132,7 @@ class GatewayConfig(Section):
     """By model."""
     database: DatabaseOptions | None = None
     filters: Filters = ()
+    observe: ObserveConfig = Field(default_factory=ObserveConfig)
     classes: ClassesConfig = Field(default_factory=ClassesConfig)
     queue: QueueConfig = Field(default_factory=QueueConfig)
     sla: SlaConfig = Field(default_factory=SlaConfig)

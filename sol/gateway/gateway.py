@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sol.errors import ConfigError
 from sol.gateway.auth import AuthenticateStage, Authenticator
@@ -12,6 +13,9 @@ from sol.gateway.config import GatewayConfig
 from sol.gateway.degradation.ladder import Measured
 from sol.gateway.degradation.stage import DegradeStage
 from sol.gateway.limits.stage import LimitStage
+from sol.gateway.observe.page import MetricsPage
+from sol.gateway.observe.stage import ObserveStage
+from sol.gateway.observe.state import State
 from sol.gateway.pipeline import Pipeline, Stage
 from sol.gateway.queue.classes import ClassifyStage
 from sol.gateway.queue.stage import QueueStage
@@ -25,6 +29,9 @@ from sol.gateway.single_flight import SingleFlight
 from sol.gateway.sla.autoscaling import model_load
 from sol.gateway.sla.monitor import SlaMonitor
 from sol.gateway.sla.stage import SlaStage
+
+if TYPE_CHECKING:
+    from sol.gateway.filters.filters import Filters
 
 logger = logging.getLogger("sol.gateway")
 
@@ -56,12 +63,18 @@ class Gateway:
             model for model, pool in self.fleet.pools.items() if any(e.driver.name == "sol" for e in pool.engines)
         }
         self.degrade = DegradeStage(config.degradation, self.fleet.canonical, self._measure, speculating)
+        self.observe = ObserveStage(config.observe, self.fleet.canonical)
+        self.limits = LimitStage(config.limits, config.prices, accounts=self._accounts, canonical=self.fleet.canonical)
+        self.filters: Filters | None = None
         self.pipeline = Pipeline(self._stages())
         self.relay = Relay(self.fleet, Router(self.fleet, config.routing), self.route, config.relay)
         self.single_flight = SingleFlight()
         self.draining = False
         """No new work is taken; what is open goes on."""
         self._prober = Prober(self.fleet, config)
+        metrics = config.observe.metrics
+        state = State(self, by_tenant=metrics.shows_tenants)
+        self.metrics_page = MetricsPage(self.observe.metrics, state, self.observe, metrics.token)
 
     def _stages(self) -> Sequence[Stage]:
         """The way of every call: authenticate → classify → sla → degrade → limit → filter → queue → route, and then the
@@ -74,19 +87,25 @@ class Gateway:
             name for name in canonical if all(e.driver.name == "openai" for e in self.fleet.pool(name).engines)
         ]
         stages: list[Stage] = [
+            self.observe,
             AuthenticateStage(self.authenticator, canonical),
             ClassifyStage(config.classes, keep_tier=keep_tier),
             SlaStage(self.monitor, canonical),
             self.degrade,
-            LimitStage(config.limits, config.prices, accounts=self._accounts, canonical=canonical),
+            self.limits,
         ]
         if config.filters:
             # Their libraries are loaded by who configures them.
             from sol.gateway.filters.filters import Filters
             from sol.gateway.filters.stage import FilterStage
 
-            stages.append(FilterStage(Filters(config.filters)))
+            self.filters = Filters(config.filters)
+            stages.append(FilterStage(self.filters))
         stages += [self.queue, self.route]
+        if self.observe.tracer is not None:
+            from sol.gateway.observe.traces import RelaySpanStage
+
+            stages.append(RelaySpanStage(self.observe.tracer))
         return stages
 
     async def start(self) -> None:

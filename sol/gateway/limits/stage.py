@@ -75,6 +75,15 @@ class LimitStage:
         self._open: dict[int, _Open] = {}
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def accounts(self) -> Accounts | None:
+        return self._accounts
+
+    @property
+    def away(self) -> bool | None:
+        """Whether the shared ledger cannot be reached; None where limits are not shared."""
+        return getattr(self.ledger, "away", None)
+
     async def start(self) -> None:
         if self._accounts is not None:
             await self._accounts.start()

@@ -144,6 +144,7 @@ class Attempt:
         )
         call.usage_so_far = self._so_far
         clock = asyncio.get_running_loop().time
+        pace = call.pace
         read, engine, feed, write = response.content.readany, self._engine, scanner.feed, reply.write
         rearm_at = 0.0
         while data := await read():
@@ -159,6 +160,8 @@ class Attempt:
                 data = feed(data)
             except ValueError as error:
                 raise UpstreamError(f"the engine {engine.name} sent {error}") from None
+            if pace is not None:
+                pace(now, scanner.num_events)
             if call.output_filters:
                 data = self._filter(data)
             if data:

@@ -29,6 +29,7 @@ class Engine:
         self.base_url = entry.url
         self.served_name = entry.served_name
         self.max_in_flight = entry.max_in_flight
+        self.has_metrics = (entry.metrics_path or self.driver.metrics_path) is not None
         self.credits: int | None = None
         """Requests that it takes well at once, as the queue has learned; None: nothing speaks against more."""
         self.headers = dict(entry.headers)
@@ -65,12 +66,14 @@ class Engine:
     def has_credit(self) -> bool:
         return self.credits is None or self.in_flight < self.credits
 
+    def fresh_signals(self, now: float) -> Signals | None:
+        """What it lately said of itself; None: nothing, or too long ago to go by."""
+        signals = self.signals
+        return signals if signals is not None and signals.age(now) <= self._signal_age else None
+
     def load(self, now: float) -> float:
         """Open requests, with those of others where it has lately said that it has any."""
-        signals = self.signals
-        if signals is None or signals.age(now) > self._signal_age:
-            return self.in_flight
-        return self.in_flight + self._others
+        return self.in_flight if self.fresh_signals(now) is None else self.in_flight + self._others
 
     def scraped(self, signals: Signals, own: int) -> None:
         """What it says of itself; `own`: how many requests of the gateway's were open when it was asked."""
