@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,14 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = chosen_config(args)
     from sol.gateway.gateway import Gateway
+    from sol.gateway.observe.stage import set_up_logging
     from sol.gateway.serve import serve
 
     if args.check:
         Gateway(config)
         print(f"{args.config} is in order: {_summary(config)}")
         return 0
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")  # on stderr
-    logging.getLogger("sol").setLevel(logging.INFO)
+    set_up_logging(config.observe)
 
     def announce(url: str) -> None:
         print(f"the gateway is ready at {url}: {_summary(config)}", flush=True)

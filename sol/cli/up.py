@@ -7,7 +7,6 @@ gateway first, which lets requests end, and then the engines; whatever way this 
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 
 from sol.cli import gateway
@@ -34,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     config = gateway.chosen_config(args)
 
     from sol.gateway.gateway import Gateway
+    from sol.gateway.observe.stage import set_up_logging
     from sol.gateway.up import plan, up
 
     planned = plan(config, args.log_dir, start_timeout=args.start_timeout)
@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
         for keeper in planned.keepers:
             print(f"{keeper.name}: {keeper.command.text}")
         return 0
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")  # on stderr
-    logging.getLogger("sol").setLevel(logging.INFO)
+    set_up_logging(config.observe)
 
     def announce(url: str) -> None:
         print(f"the gateway is ready at {url}", flush=True)

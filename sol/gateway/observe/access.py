@@ -19,12 +19,13 @@ from sol.errors import ConfigError, SolError
 from sol.gateway.call import Call, Outcome
 from sol.gateway.errors import error_code
 from sol.gateway.observe.config import LogOptions
-from sol.gateway.observe.metrics import outcome_name
+from sol.gateway.observe.metrics import BEFORE, outcome_name
 
 _WAITING_BYTES: Final = 16 * 2**20
 """Lines that may wait for their reader; what comes on top is lost, and counted."""
 _MOST_TEXT: Final = 16_384
 """Characters of a prompt in a line."""
+_MOST_NAME: Final = 200
 _CLOSE_SECONDS: Final = 2.0
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -122,7 +123,7 @@ class RequestLog:
             "path": call.path,
             "tenant": principal.tenant if principal is not None else None,
             "key_id": principal.key_id if principal is not None else None,
-            "model": call.model,
+            "model": call.model[:_MOST_NAME],
             "class": call.class_name,
             "stream": call.stream,
             "outcome": name,
@@ -141,7 +142,8 @@ class RequestLog:
             line["estimated"] = usage.estimated
         if outcome.error is not None:
             line["error"] = error_code(outcome.error)
-            line["error_message"] = _message(outcome.error)
+            if self._prompts or not 400 <= outcome.status < 500:
+                line["error_message"] = _message(outcome.error)  # of a client's mistake, it may quote the client
             line["stage"] = trail[-1][0] if trail else None
         line["stages"] = {
             began[0]: round(next_at - began[1], 6)
@@ -158,22 +160,20 @@ class RequestLog:
 
     def refused(self, request_id: str, path: str, status: int, error: Exception) -> None:
         """A request that never was a call."""
-        self.writer.put(
-            _line(
-                {
-                    "time": _now(),
-                    "level": "INFO",
-                    "message": "request",
-                    "request_id": request_id,
-                    "path": path,
-                    "outcome": outcome_name(Outcome(status=status, error=error)),
-                    "status": status,
-                    "error": error_code(error),
-                    "error_message": _message(error),
-                    "stage": "http",
-                }
-            )
-        )
+        line: dict[str, Any] = {
+            "time": _now(),
+            "level": "INFO",
+            "message": "request",
+            "request_id": request_id,
+            "path": path,
+            "outcome": outcome_name(Outcome(status=status, error=error)),
+            "status": status,
+            "error": error_code(error),
+            "stage": BEFORE,
+        }
+        if self._prompts or status >= 500:
+            line["error_message"] = _message(error)
+        self.writer.put(_line(line))
 
 
 class JsonFormatter(logging.Formatter):

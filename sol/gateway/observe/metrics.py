@@ -267,7 +267,7 @@ class RequestMetrics:
             if histogram is None:
                 histogram = stages[name] = Histogram(STAGE_BUCKETS)
             histogram.observe(ended - began)
-            if name == QUEUE:
+            if name == QUEUE and call.model in self._canonical:
                 self._queue(call).observe(ended - began)
             ended = began
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from sol.gateway.limits.cost import NANO
+from sol.gateway.observe import levels
 from sol.gateway.observe.text import OTHER, Capped, counted, family, labels
 from sol.gateway.routing.engine import Engine
 from sol.version import __version__
@@ -61,6 +62,7 @@ class State:
         yield from self._limits(gateway.limits)
         if gateway.filters is not None:
             yield from _filters(gateway.filters)
+        yield from levels.render(gateway)
 
     def _engines(self) -> Lines:
         now = time.monotonic()

@@ -169,6 +169,16 @@ class SlaMonitor:
             default=0.0,
         )
 
+    def kept(self) -> list[tuple[str, str, Objective, Kept, Kept]]:
+        """Of every model, class and objective, in the fast window and in the slow one: `report` without distributions,
+        which cost too much to be looked at every few seconds."""
+        now = self._clock()
+        return [
+            (model, class_name, *each)
+            for (model, class_name), tracker in self._trackers.items()
+            for each in zip(tracker.objectives, tracker.kept(now, 0), tracker.kept(now, 1), strict=True)
+        ]
+
     def report(self) -> list[LevelReport]:
         """Of every model and class."""
         now = self._clock()
