@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -62,7 +63,12 @@ class EngineEntry(Section):
     def _a_url(cls, url: str | None) -> str | None:
         if url is None:
             return None
-        if not url.startswith(("http://", "https://")) or not url.partition("://")[2].strip("/"):
+        try:
+            parts = urlsplit(url)
+            sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port that is no number
+            sound = False
+        if not sound or parts.query or parts.fragment:
             raise ValueError("must be a URL like http://127.0.0.1:8000")
         url = url.rstrip("/")
         if url.endswith("/v1"):

@@ -100,7 +100,7 @@ async def running(
                 laws=EngineLaws(**{**LAWS, **(laws or {})}), text=TextLaws(**(text or {})), **config
             )
             engines.append(await stack.enter_async_context(SimulatedServer(simulated)))
-        names = "abcdefgh"[:num_engines]
+        names = "abcdefghij"[:num_engines]
         data = {
             "server": {"port": 0},
             "models": [{"name": "m", "aliases": ["alias"], "engines": list(names)}],

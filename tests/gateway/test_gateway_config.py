@@ -55,6 +55,8 @@ def test_a_file_is_read_with_what_the_environment_has(tmp_path: Path, monkeypatc
         ("models: [{name: m, engines: [a, a]}]\nengines: [{name: a, url: http://x}]", "'a' is there twice"),
         ("models: [{name: m, engines: [a]}]\nengines: [{name: a}]", "needs a url, or a spec"),
         ("models: [{name: m, engines: [a]}]\nengines: [{name: a, url: x}]", r"engines\[a\]\.url: must be a URL"),
+        ('models: [{name: m, engines: [a]}]\nengines: [{name: a, url: "http://x:80;"}]', "must be a URL like"),
+        ('models: [{name: m, engines: [a]}]\nengines: [{name: a, url: "http://x/?key=1"}]', "must be a URL like"),
         ("models: [{name: m, engines: [a]}]\nengines: [{name: a, url: http://x/v1}]", "without /v1 at the end"),
         (
             "models: [{name: m, engines: [a]}]\nengines: [{name: a, url: http://x, driver: vlm}]",
