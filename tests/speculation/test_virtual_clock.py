@@ -28,7 +28,8 @@ def test_the_controller_reaches_plain_decoding_and_the_best_fixed_setting(
 ) -> None:
     table = clock.CostTable(BENCHMARKS / "results" / "h200-verify-costs.json")
     settings = [("suffix", 16)] if streams < 128 else [("suffix", 3)]
-    compared = clock.compare([clock.Cell(table, workload, streams)], settings)
+    seeds = (0, 1) if streams < 128 else (0,)
+    compared = clock.compare([clock.Cell(table, workload, streams, seed=seed) for seed in seeds], settings)
     assert compared["over_plain"] >= 0.98
     assert compared["over_best_fixed"] >= 0.98
 

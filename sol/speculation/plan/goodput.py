@@ -32,7 +32,7 @@ from sol.speculation.plan.requests import Past, Request
 from sol.speculation.plan.types import Candidate, Drafter, Emission, StepShape
 from sol.speculation.usage import expected_accepted
 
-_NEARLY: Final = 0.99
+_NEARLY: Final = 0.9925
 """Fewer drafts are verified where they promise so much of the best goodput: improbable ones promise more than they
 keep, because those that were overrated come first."""
 _LEAST_SURVIVAL: Final = 0.03
@@ -242,6 +242,8 @@ class GoodputController:
         self._acceptance[i].observe(draft.scores, right, known, past.habit)
         if verified:
             regime.observe_drafts(i, request.predicted[:verified], right)
+        elif known and request.predicted:
+            regime.observe_unverified(i, request.predicted[0], right > 0)
 
     def _observe_gain(self, request: Request, survivals: Sequence[float]) -> None:
         i, request.asked = request.asked, -1

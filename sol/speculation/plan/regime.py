@@ -19,6 +19,9 @@ _LAST_BIN: Final = _BINS - 1e-9
 """A survival of 1 belongs to the last one."""
 _PRIOR_DRAFTS: Final = 6.0
 """As if so many drafts of each bin had come true as often as predicted"""
+_UNVERIFIED: Final = 0.25
+"""What a draft counts that was at hand and not chosen, and was compared with the target's token all the same: nothing
+was chosen of it, but without it a few bad drafts would shut out good ones for as long as it takes to forget them."""
 _MOST_DRAFTS: Final = 200.0
 """What is older counts less."""
 _LEAST_MARGIN, _MOST_MARGIN = 0.005, 0.5
@@ -72,6 +75,14 @@ class Regime:
             last = cell
         if last >= 0:
             self._keep(predicted, accepted, kept, last)
+
+    def observe_unverified(self, drafter: int, survival: float, right: bool) -> None:
+        """The first of a proposal's drafts, of this predicted survival, was not verified, and turned out so."""
+        cell = int(survival * _LAST_BIN)
+        predicted, accepted = self._predicted[drafter], self._accepted[drafter]
+        predicted[cell] += _UNVERIFIED * survival
+        accepted[cell] += _UNVERIFIED * right
+        self._keep(predicted, accepted, self.kept[drafter], cell)
 
     def observe_step(self, num_requests: int, num_drafts: int, gain: float, whole_gain: float) -> None:
         """A step verified so many drafts, and gained so much (0.1 is a tenth) over plain decoding; `whole_gain`: with
