@@ -131,14 +131,16 @@ class Without(GpuOps):
             return residual.repeat(1, 4)[:, : sum(s.weight.shape[0] for s in op.gate_up.segments) // 2]
         return super().mlp_input(residual, op)
 
-    def project_residual(self, x: torch.Tensor, weight: Linear, residual: torch.Tensor) -> torch.Tensor:
+    def project_residual(
+        self, x: torch.Tensor, weight: Linear, residual: torch.Tensor, norm: Norm | None = None
+    ) -> torch.Tensor:
         narrow = x.shape[1] == residual.shape[1]
         if self._left_out == ("o" if narrow else "down"):
             return residual
-        return super().project_residual(x, weight, residual)
+        return super().project_residual(x, weight, residual, norm)
 
-    def logits(self, residual: torch.Tensor, norm: Norm, head: Linear) -> torch.Tensor:
-        return residual if self._left_out == "head" else super().logits(residual, norm, head)
+    def logits(self, residual: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None) -> torch.Tensor:
+        return residual if self._left_out == "head" else super().logits(residual, norm, head, softcap)
 
 
 def step(results: Results, shape: Shape, cases: list[tuple[int, int, int]], parts: bool) -> None:

@@ -153,7 +153,7 @@ class Projection:
             q = out.view(-1)[: x.shape[0] * heads[0] * heads[2]].view(x.shape[0], heads[0], heads[2])
             linear.linear_rope(x, weight, q, counters, heads=heads, rope=self._rope, config=config)
         elif self._name == "gate_up":
-            linear.linear_silu_mul(x, weight, out[:, : self.rows // 2], counters, config=config)
+            linear.linear_gate_mul(x, weight, out[:, : self.rows // 2], counters, config=config)
         elif self._name == "head":
             linear.linear(x, weight, out, counters, config=config)
         else:

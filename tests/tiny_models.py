@@ -55,7 +55,11 @@ def make_llama(
         "eos_token_id": 2,
     }
     torch.manual_seed(seed)
-    made_from = getattr(transformers, f"{family}Config")(**(values | config))
+    if family == "Phi3":  # its head_dim follows, and a padding token must lie inside the vocabulary
+        values |= {"pad_token_id": 0}
+        del values["head_dim"]
+    name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    made_from = getattr(transformers, name)(**(values | config))
     model: LlamaForCausalLM = getattr(transformers, f"{family}ForCausalLM")(made_from).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

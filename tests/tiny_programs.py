@@ -34,8 +34,12 @@ def random_program(
     head_norms: bool = False,
     gate_rows: tuple[int, ...] | None = None,
     max_positions: int = 2048,
+    gemma: bool = False,
 ) -> Program:
-    """Dense float32. `gate_rows`: the rows of each segment of gate and up together; one segment if None."""
+    """Dense float32. `gate_rows`: the rows of each segment of gate and up together; one segment if None.
+
+    `gemma`: norms with an offset, post-norms, GELU, scaled embeddings, capped logits, a RoPE table for odd layers.
+    """
     generator = torch.Generator().manual_seed(heads * 1000 + head_dim)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -47,11 +51,13 @@ def random_program(
         return Linear(tuple(Dense(part) for part in parts), normal(rows) * 0.2 if bias else None)
 
     def norm(size: int = hidden) -> Norm:
-        return Norm(weight=normal(size).mul_(0.2).add_(1.0), eps=1e-5)
+        offset = 1.0 if gemma else 0.0
+        return Norm(weight=normal(size).mul_(0.2).add_(1.0 - offset), eps=1e-5, offset=offset)
 
     frequencies = 1.0 / (10000.0 ** (torch.arange(0, head_dim, 2) / head_dim))
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     rope = Rope(cos=angles.cos(), sin=angles.sin())
+    local = Rope(cos=(3 * angles).cos(), sin=(3 * angles).sin()) if gemma else rope
     body: list[Op] = []
     for layer in range(layers):
         body += [
@@ -59,15 +65,19 @@ def random_program(
                 layer=layer,
                 norm=norm(),
                 qkv=linear((heads + 2 * kv_heads) * head_dim, hidden),
-                rope=rope,
+                rope=local if layer % 2 else rope,
                 q_norm=norm(head_dim) if head_norms else None,
                 k_norm=norm(head_dim) if head_norms else None,
             ),
             # Larger than usual, so that attention is not nearly uniform.
             PagedAttention(layer=layer, scale=2.0 / math.sqrt(head_dim), window=window, softcap=softcap),
-            ProjectResidual(linear(hidden, heads * head_dim)),
-            MlpInput(norm=norm(), gate_up=linear(2 * intermediate, hidden, gate_rows)),
-            ProjectResidual(linear(hidden, intermediate)),
+            ProjectResidual(linear(hidden, heads * head_dim), norm=norm() if gemma else None),
+            MlpInput(
+                norm=norm(),
+                gate_up=linear(2 * intermediate, hidden, gate_rows),
+                activation="gelu_tanh" if gemma else "silu",
+            ),
+            ProjectResidual(linear(hidden, intermediate), norm=norm() if gemma else None),
         ]
     return Program(
         num_heads=heads,
@@ -77,6 +87,8 @@ def random_program(
         body=tuple(body),
         final_norm=norm(),
         head=linear(VOCAB_SIZE, hidden),
+        embedding_scale=3.3 if gemma else 1.0,
+        logits_softcap=2.0 if gemma else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from sol.errors import CheckpointError
 from sol.models.quantization_config import QuantizationConfig
@@ -11,8 +11,17 @@ from sol.models.quantization_config import QuantizationConfig
 if TYPE_CHECKING:
     from sol.models.source import ModelFiles
 
-SUPPORTED_ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Hugging Face's class names. GGUF files call them `llama` (Llama and Mistral), `qwen2` and `qwen3`."""
+SUPPORTED_ARCHITECTURES: Final = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Phi3ForCausalLM",
+)
+"""Hugging Face's class names. GGUF files call them `llama` (Llama and Mistral), `qwen2`, `qwen3`, `gemma2`, `gemma3` and
+`phi3`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +66,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
+    """RoPE's base; with `local_rope_theta`, that of layers without a window."""
     rope_scaling: Llama3RopeScaling | LinearRopeScaling | RopeFactors | None
     max_position_embeddings: int
     """The longest sequence, in tokens, as the file says it (linear scaling does not multiply it)."""
@@ -76,6 +86,22 @@ class ModelConfig:
     """Each head of q and k is normed before it is rotated."""
     windows: tuple[int | None, ...] = ()
     """Of each layer: how many tokens, itself among them, a token attends to; None: all. Empty: all in all layers."""
+    local_rope_theta: float | None = None
+    """RoPE's base in layers with a window, where `rope_scaling` does not apply (Gemma 3); None: all layers are alike."""
+    norm_offset: float = 0.0
+    """Added to every norm's weight (Gemma: 1)."""
+    post_norms: bool = False
+    """What attention and MLP add to the residual is normed first (Gemma)."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float = 1.0
+    """What embeddings are multiplied by (Gemma)."""
+    attention_scale: float | None = None
+    """What attention scores are multiplied by; None: head_dim ** -0.5."""
+    attention_softcap: float | None = None
+    """Scores become softcap · tanh(score / softcap) (Gemma 2)."""
+    logits_softcap: float | None = None
+    fused_projections: bool = False
+    """Checkpoints hold q, k and v as one matrix, and gate and up (Phi-3)."""
     quantization: QuantizationConfig | None = None
     """How the matrices are stored; None: in full precision."""
 

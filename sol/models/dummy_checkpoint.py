@@ -20,20 +20,32 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter that a checkpoint of this configuration has."""
     hidden, head_dim = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    projections = {
-        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q_size, config.output_bias),
-        "mlp.gate_proj": (config.intermediate_size, hidden, config.mlp_bias),
-        "mlp.up_proj": (config.intermediate_size, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, config.intermediate_size, config.mlp_bias),
-    }
+    intermediate = config.intermediate_size
+    if config.fused_projections:
+        projections = {
+            "self_attn.qkv_proj": (q_size + 2 * kv_size, hidden, config.qkv_bias),
+            "self_attn.o_proj": (hidden, q_size, config.output_bias),
+            "mlp.gate_up_proj": (2 * intermediate, hidden, config.mlp_bias),
+            "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
+        }
+    else:
+        projections = {
+            "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+            "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+            "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+            "self_attn.o_proj": (hidden, q_size, config.output_bias),
+            "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
+            "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
+            "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
+        }
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        if config.post_norms:
+            shapes[f"{prefix}.pre_feedforward_layernorm.weight"] = (hidden,)
+            shapes[f"{prefix}.post_feedforward_layernorm.weight"] = (hidden,)
         if config.head_norms:
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
@@ -48,7 +60,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class DummyCheckpoint:
-    """Normal weights of standard deviation 0.02, norms of 1. Implements `sol.models.checkpoint.Checkpoint`.
+    """Normal weights of standard deviation 0.02, norms that multiply by 1. Implements `sol.models.checkpoint.Checkpoint`.
 
     A parameter is a function of the seed and its name, the same in every process and on every device. Drawing billions
     of numbers would take minutes, so each parameter repeats one pool of four million, from a place of its own on.
@@ -57,6 +69,7 @@ class DummyCheckpoint:
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         self._shapes = parameter_shapes(config)
         self._dtype: torch.dtype = getattr(torch, config.torch_dtype)
+        self._norm = 1.0 - config.norm_offset
         self._seed = seed
         self._pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(seed)) * _STD
         self._converted: tuple[torch.dtype, torch.device, torch.Tensor] | None = None
@@ -78,7 +91,7 @@ class DummyCheckpoint:
     def load(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=dtype, device=device)
+            return torch.full(shape, self._norm, dtype=dtype, device=device)
         pool = self._pool_as(dtype, torch.device(device))
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
         pool = pool.roll(-(int.from_bytes(digest, "little") % _POOL))

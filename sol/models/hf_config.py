@@ -20,6 +20,7 @@ from sol.models.source import ModelFiles
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 _SAFETENSORS_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ROPE_TYPES: Final = ("default", "linear", "llama3")
+_GELU: Final = "gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,18 @@ class _Family:
     head_norms: bool = False
     windows: str | None = None
     """"all": `sliding_window` is of all layers; "upper": of the layers from `max_window_layers` on, if
-    `use_sliding_window`."""
+    `use_sliding_window`; "alternate": of every second layer, the first among them; "pattern": of all but the last of
+    each `sliding_window_pattern` layers. `layer_types` overrules the last three."""
+    window: int | None = 4096
+    """Where `sliding_window` is left out; None: then there is none."""
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    gemma: bool = False
+    """Norms with an offset, post-norms, GELU, scaled embeddings, soft-caps and tied embeddings."""
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    local_rope_theta: float | None = None
+    fused_projections: bool = False
 
 
 _FAMILIES: Final = {
@@ -44,10 +56,33 @@ _FAMILIES: Final = {
     "MistralForCausalLM": _Family(8, 4096 * 32, qkv_bias=False, windows="all"),
     "Qwen2ForCausalLM": _Family(32, 32768, qkv_bias=True, windows="upper"),
     "Qwen3ForCausalLM": _Family(32, 32768, head_dim=128, head_norms=True, windows="upper"),
+    "Gemma2ForCausalLM": _Family(
+        4,
+        8192,
+        head_dim=256,
+        windows="alternate",
+        gemma=True,
+        attention_softcap=50.0,
+        logits_softcap=30.0,
+    ),
+    "Gemma3ForCausalLM": _Family(
+        4,
+        131072,
+        head_dim=256,
+        head_norms=True,
+        windows="pattern",
+        rope_theta=1e6,
+        gemma=True,
+        local_rope_theta=10000.0,
+    ),
+    "Phi3ForCausalLM": _Family(
+        None, 4096, qkv_bias=False, windows="all", window=None, rms_norm_eps=1e-5, fused_projections=True
+    ),
 }
-_BY_MODEL_TYPE: Final = {name.removesuffix("ForCausalLM").lower(): name for name in _FAMILIES}
-_WINDOW: Final = 4096
-"""Where `sliding_window` is left out"""
+_BY_MODEL_TYPE: Final = {
+    "gemma3_text" if name == "Gemma3ForCausalLM" else name.removesuffix("ForCausalLM").lower(): name
+    for name in _FAMILIES
+}
 
 _REFUSED: Final = {
     "compression_config": "weights quantised by an early version of compressed-tensors",
@@ -55,6 +90,7 @@ _REFUSED: Final = {
     "num_local_experts": "a mixture of experts",
     "num_experts": "a mixture of experts",
     "adapter_config": "an adapter",
+    "use_bidirectional_attention": "attention to later tokens",
 }
 """Keys that, when set, ask for something Sol does not compute."""
 
@@ -75,7 +111,7 @@ def read(files: ModelFiles) -> ModelConfig:
             param="model",
         )
     vocab_size = fields.integer("vocab_size")
-    theta, scaling = _rope(fields)
+    theta, scaling, local_theta = _ropes(fields, family)
     quantized = fields.values.get("quantization_config")
     attention_bias = fields.boolean("attention_bias", False) if family.qkv_bias is None else False
     return ModelConfig(
@@ -87,16 +123,27 @@ def read(files: ModelFiles) -> ModelConfig:
         num_attention_heads=num_heads,
         num_key_value_heads=fields.integer("num_key_value_heads", family.num_key_value_heads or num_heads),
         head_dim=fields.integer("head_dim", family.head_dim or hidden_size // num_heads),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=fields.integer("max_position_embeddings", family.max_position_embeddings),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", family.gemma),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=attention_bias,
         mlp_bias=fields.boolean("mlp_bias", False) if architecture == "LlamaForCausalLM" else False,
         head_norms=family.head_norms,
         windows=_windows(fields, family, num_layers),
+        local_rope_theta=local_theta,
+        norm_offset=1.0 if family.gemma else 0.0,
+        post_norms=family.gemma,
+        activation="gelu_tanh" if family.gemma else "silu",
+        embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
+        attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5 if family.gemma else None,
+        attention_softcap=(
+            _softcap(fields, "attn_logit_softcapping", family.attention_softcap) if family.attention_softcap else None
+        ),
+        logits_softcap=_softcap(fields, "final_logit_softcapping", family.logits_softcap) if family.gemma else None,
+        fused_projections=family.fused_projections,
         torch_dtype=_dtype(fields, files),
         bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
         eos_token_ids=_eos_token_ids(fields, files, vocab_size),
@@ -132,21 +179,40 @@ def _refuse_unsupported(fields: Fields, family: _Family) -> None:
             )
     if family.windows is None and values.get("sliding_window"):
         raise _unsupported(fields, "sliding_window", values["sliding_window"], "null for this architecture")
+    if family.gemma:
+        activation = fields.string("hidden_activation", _GELU)
+        if activation != _GELU:
+            raise _unsupported(fields, "hidden_activation", activation, _GELU)
+        if family.attention_softcap is None and values.get("attn_logit_softcapping"):
+            raise _unsupported(fields, "attn_logit_softcapping", values["attn_logit_softcapping"], "null")
+        return
     activation = fields.string("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise _unsupported(fields, "hidden_act", activation, "silu")
 
 
+def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
+    """null is none, absent the family's default."""
+    if fields.values.get(key) is None:
+        return None if key in fields.values else default
+    return fields.number(key)
+
+
 def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
     values = fields.values
-    if family.windows == "all":
-        if "sliding_window" in values and values["sliding_window"] is None:
-            return ()
-        return (fields.integer("sliding_window", _WINDOW),) * num_layers
-    if family.windows is None or not fields.boolean("use_sliding_window", False):
+    if family.windows is None or (family.windows == "upper" and not fields.boolean("use_sliding_window", False)):
         return ()
-    window = fields.integer("sliding_window", _WINDOW)
+    if values.get("sliding_window") is None and ("sliding_window" in values or family.window is None):
+        if family.gemma:
+            raise fields.error("sliding_window", None, "a whole number of at least 1")
+        return ()
+    window = fields.integer("sliding_window", family.window or 1)
+    if family.windows == "all":
+        return (window,) * num_layers
     types = values.get("layer_types")
+    if types is None and family.windows != "upper":
+        pattern = 2 if family.windows == "alternate" else fields.integer("sliding_window_pattern", 6)
+        return tuple(window if (layer + 1) % pattern else None for layer in range(num_layers))
     if types is None:
         first = fields.integer("max_window_layers", 28)
         return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -159,7 +225,42 @@ def _unsupported(fields: Fields, key: str, value: Any, supported: str) -> Unsupp
     return UnsupportedModelError(f"{fields.origin}: {key} is {value!r}; supported is {supported}", param="model")
 
 
-def _rope(fields: Fields) -> tuple[float, Llama3RopeScaling | LinearRopeScaling | None]:
+def _ropes(fields: Fields, family: _Family) -> tuple[float, Llama3RopeScaling | LinearRopeScaling | None, float | None]:
+    """RoPE's base and scaling, and its base in layers with a window where that is another (Gemma 3).
+
+    Gemma 3's `rope_parameters` holds an object for each type of layer; before transformers 5, `rope_local_base_freq`
+    stood beside the rest.
+    """
+    given = fields.values.get("rope_parameters")
+    if family.local_rope_theta is None:
+        return *_rope(fields, family.rope_theta), None
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(given, dict) or not any(kind in given for kind in kinds):
+        local = fields.number("rope_local_base_freq", family.local_rope_theta)
+        return *_rope(fields, family.rope_theta), local
+    if fields.values.get("rope_scaling"):
+        raise CheckpointError(
+            f"{fields.origin}: rope_scaling stands beside rope_parameters by type of layer: keep one", param="model"
+        )
+    unknown = sorted(given.keys() - set(kinds))
+    if unknown:
+        raise UnsupportedModelError(
+            f"{fields.origin}: rope_parameters has {', '.join(unknown)}; supported are {', '.join(kinds)}",
+            param="model",
+        )
+    full, sliding = (
+        _rope(Fields({"rope_parameters": given.get(kind)}, f"{fields.origin}: {kind}"), theta)
+        for kind, theta in zip(kinds, (family.rope_theta, family.local_rope_theta), strict=True)
+    )
+    if sliding[1] is not None:
+        raise UnsupportedModelError(
+            f"{fields.origin}: rope_parameters.sliding_attention is scaled; supported is rope_type default",
+            param="model",
+        )
+    return *full, sliding[0]
+
+
+def _rope(fields: Fields, default_theta: float) -> tuple[float, Llama3RopeScaling | LinearRopeScaling | None]:
     """RoPE's base and scaling.
 
     transformers 5 writes all of it as `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`, whose
@@ -179,7 +280,7 @@ def _rope(fields: Fields) -> tuple[float, Llama3RopeScaling | LinearRopeScaling 
         if fields.values.get(key) is not None:
             values.setdefault(key, fields.values[key])
     rope = Fields(values, f"{fields.origin}: {name}")
-    theta = rope.number("rope_theta", 10000.0)
+    theta = rope.number("rope_theta", default_theta)
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise _unsupported(rope, "partial_rotary_factor", values["partial_rotary_factor"], "1.0")
     kind = rope.string("rope_type", rope.string("type", "default"))

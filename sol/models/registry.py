@@ -10,16 +10,14 @@ import torch
 from sol.errors import CheckpointError
 from sol.models import llama
 from sol.models.checkpoint import Checkpoint
-from sol.models.config import ModelConfig
+from sol.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from sol.models.weight_loader import Packer, WeightLoader
 from sol.ops.program import Program
 from sol.progress import Progress
 
 Builder = Callable[[ModelConfig, WeightLoader, int], Program]
 
-ARCHITECTURES: Final[dict[str, Builder]] = dict.fromkeys(
-    ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), llama.build
-)
+ARCHITECTURES: Final[dict[str, Builder]] = dict.fromkeys(SUPPORTED_ARCHITECTURES, llama.build)
 """Hugging Face's class name → what builds its program; `sol.models.config` refuses any other."""
 
 

@@ -10,16 +10,28 @@ from sol.models.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig,
 from sol.ops.weights import Rope
 
 
-def build_rope(config: ModelConfig, max_positions: int, device: torch.device | str = "cpu") -> Rope:
-    """Cosines and sines for positions 0 to `max_positions` - 1, computed in float32 as Hugging Face does."""
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), _inverse_frequencies(config))
+def build_rope(
+    config: ModelConfig, max_positions: int, device: torch.device | str = "cpu", *, local: bool = False
+) -> Rope:
+    """Cosines and sines for positions 0 to `max_positions` - 1, computed in float32 as Hugging Face does.
+
+    `local`: of layers with a window, where these have a base of their own.
+    """
+    if local and config.local_rope_theta is not None:
+        frequencies = _frequencies(config.local_rope_theta, config.head_dim)
+    else:
+        frequencies = _scaled(config, _frequencies(config.rope_theta, config.head_dim))
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     return Rope(cos=angles.cos().to(device), sin=angles.sin().to(device))
 
 
-def _inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+def _frequencies(theta: float, head_dim: int) -> torch.Tensor:
     """[head_dim / 2] radians a position."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    return 1.0 / (theta**exponents)
+
+
+def _scaled(config: ModelConfig, frequencies: torch.Tensor) -> torch.Tensor:
     match config.rope_scaling:
         case None:
             return frequencies

@@ -61,11 +61,11 @@ class WeightLoader:
         self._fill(name, out)
         return Dense(out)
 
-    def norm(self, name: str, size: int, eps: float) -> Norm:
+    def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> Norm:
         self._check(f"{name}.weight", (size,))
         weight = self._empty(size)
         self._fill(f"{name}.weight", weight)
-        return Norm(weight=weight, eps=eps)
+        return Norm(weight=weight, eps=eps, offset=offset)
 
     def linear(self, parts: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False) -> Linear:
         """Projections (name, rows), one below the other, as one [all rows, in_features]."""

@@ -5,21 +5,25 @@ five ops of a decoder layer, in the order in which data goes through them:
 
     AttentionInput   residual → q          norm, q/k/v projection, norms of heads, RoPE, write of k and v to the cache
     PagedAttention   q → a
-    ProjectResidual  a → residual          output projection, added to the residual
-    MlpInput         residual → h          norm, gate/up projection, SiLU(gate) · up
-    ProjectResidual  h → residual          down projection, added to the residual
+    ProjectResidual  a → residual          output projection, in Gemma a norm of it, added to the residual
+    MlpInput         residual → h          norm, gate/up projection, SiLU(gate) · up, in Gemma GELU(gate) · up
+    ProjectResidual  h → residual          down projection, as the output projection
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from sol.ops.batch import KVCache, RaggedBatch
 from sol.ops.weights import Linear, Norm, Packed, Rope, Weight, tensors_of
+
+
+Activation = Literal["silu", "gelu_tanh"]
+"""x / (1 + e^-x), and GELU (arXiv:1606.08415) with its approximation by tanh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class AttentionInput:
     qkv: Linear
     """Rows: all query heads, then all key heads, then all value heads."""
     rope: Rope
+    """Of this layer; layers may share one or differ (Gemma 3: one of those with a window, one of the others)"""
     q_norm: Norm | None = None
     """Of each query head [head_dim], before it is rotated (Qwen3, Gemma 3)"""
     k_norm: Norm | None = None
@@ -48,6 +53,8 @@ class PagedAttention:
 @dataclass(frozen=True, slots=True)
 class ProjectResidual:
     weight: Linear
+    norm: Norm | None = None
+    """What the projection goes through before it is added (Gemma's post-norms)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,8 @@ class MlpInput:
     norm: Norm
     gate_up: Linear
     """Rows: gate, then up."""
+    activation: Activation = "silu"
+    """Of gate"""
 
 
 Op = AttentionInput | PagedAttention | ProjectResidual | MlpInput
@@ -71,6 +80,10 @@ class Program:
     final_norm: Norm
     head: Linear
     """[vocab_size, hidden_size]; shares the embedding's storage where the two are tied."""
+    embedding_scale: float = 1.0
+    """What looked-up rows are multiplied by, rounded to the type they are computed in (Gemma)"""
+    logits_softcap: float | None = None
+    """Logits become softcap · tanh(logit / softcap) (Gemma 2)."""
 
     @property
     def weight_bytes(self) -> int:
@@ -90,7 +103,7 @@ class Program:
         add_weight(self.embedding)
         add(self.final_norm.weight)
         for op in self.body:
-            if isinstance(op, (AttentionInput, MlpInput)):
+            if isinstance(op, (AttentionInput, MlpInput, ProjectResidual)) and op.norm is not None:
                 add(op.norm.weight)
             if isinstance(op, AttentionInput):
                 for norm in (op.q_norm, op.k_norm):
@@ -131,7 +144,9 @@ class Ops(Protocol):
         """[T, H, E] → [T, H · E]; each token sees its request's tokens up to and including itself."""
         ...
 
-    def project_residual(self, x: torch.Tensor, weight: Linear, residual: torch.Tensor) -> torch.Tensor:
+    def project_residual(
+        self, x: torch.Tensor, weight: Linear, residual: torch.Tensor, norm: Norm | None = None
+    ) -> torch.Tensor:
         """[T, in] and [T, D] → [T, D]; may reuse `residual`'s storage."""
         ...
 
@@ -139,7 +154,7 @@ class Ops(Protocol):
         """[T, D] → [T, intermediate_size]"""
         ...
 
-    def logits(self, residual: torch.Tensor, norm: Norm, head: Linear) -> torch.Tensor:
+    def logits(self, residual: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None) -> torch.Tensor:
         """[S, D] → [S, vocab_size] float32"""
         ...
 
@@ -169,6 +184,8 @@ def run(program: Program, ops: Ops, batch: RaggedBatch, kv_cache: KVCache) -> to
     plan = ops.prepare(program, batch, kv_cache)
     # An embedding that is kept as it is stored may have another type than the model computes in, which is its norms'.
     residual = ops.embed(batch.token_ids, program.embedding).to(program.final_norm.weight.dtype)
+    if program.embedding_scale != 1.0:
+        residual = residual * torch.tensor(program.embedding_scale, dtype=residual.dtype).item()
     x = residual
     for op in program.body:
         if isinstance(op, AttentionInput):
@@ -178,5 +195,5 @@ def run(program: Program, ops: Ops, batch: RaggedBatch, kv_cache: KVCache) -> to
         elif isinstance(op, MlpInput):
             x = ops.mlp_input(residual, op)
         else:
-            residual = ops.project_residual(x, op.weight, residual)
-    return ops.logits(residual[batch.logits_rows], program.final_norm, program.head)
+            residual = ops.project_residual(x, op.weight, residual, op.norm)
+    return ops.logits(residual[batch.logits_rows], program.final_norm, program.head, program.logits_softcap)

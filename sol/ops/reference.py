@@ -43,9 +43,8 @@ class ReferencePlan:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    cos: torch.Tensor
-    """[T, 1, head_dim / 2]"""
-    sin: torch.Tensor
+    rotations: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    """Of each of the program's tables, by its id: cosines and sines of the step's positions, [T, 1, head_dim / 2]"""
     slot_mapping: torch.Tensor
     layers: list[tuple[torch.Tensor, torch.Tensor]]
     """Keys and values of each layer, [num_blocks, block_size, kv heads, head size]"""
@@ -56,14 +55,19 @@ class ReferenceOps:
     """Stateless; safe to share. Results do not depend on what lies in cache slots that a request does not own."""
 
     def prepare(self, program: Program, batch: RaggedBatch, kv_cache: KVCache) -> ReferencePlan:
-        first = next(op for op in program.body if isinstance(op, AttentionInput))
         dtype = program.final_norm.weight.dtype
+        tables = {id(op.rope): op.rope for op in program.body if isinstance(op, AttentionInput)}
         return ReferencePlan(
             num_heads=program.num_heads,
             num_kv_heads=program.num_kv_heads,
             head_dim=program.head_dim,
-            cos=first.rope.cos[batch.positions].to(dtype).unsqueeze(1),
-            sin=first.rope.sin[batch.positions].to(dtype).unsqueeze(1),
+            rotations={
+                key: (
+                    rope.cos[batch.positions].to(dtype).unsqueeze(1),
+                    rope.sin[batch.positions].to(dtype).unsqueeze(1),
+                )
+                for key, rope in tables.items()
+            },
             slot_mapping=batch.slot_mapping,
             layers=[kv_cache.layer(index) for index in range(kv_cache.data.shape[0])],
             groups=_attention_groups(batch, kv_cache),
@@ -80,7 +84,7 @@ class ReferenceOps:
         qk = qkv[:, : heads + kv_heads]
         if op.q_norm is not None and op.k_norm is not None:
             qk = torch.cat([_rms_norm(qk[:, :heads], op.q_norm), _rms_norm(qk[:, heads:], op.k_norm)], dim=1)
-        qk = _rotate(qk, plan.cos, plan.sin)
+        qk = _rotate(qk, *plan.rotations[id(op.rope)])
         keys, values = plan.layers[op.layer]
         keys.flatten(0, 1).index_copy_(0, plan.slot_mapping, qk[:, heads:])
         values.flatten(0, 1).index_copy_(0, plan.slot_mapping, qkv[:, heads + kv_heads :])
@@ -95,7 +99,11 @@ class ReferenceOps:
             out[group.rows] = _attend(q[group.rows], keys, values, group, op)
         return out
 
-    def project_residual(self, x: torch.Tensor, weight: Linear, residual: torch.Tensor) -> torch.Tensor:
+    def project_residual(
+        self, x: torch.Tensor, weight: Linear, residual: torch.Tensor, norm: Norm | None = None
+    ) -> torch.Tensor:
+        if norm is not None:
+            return residual + _rms_norm(_linear(x, weight), norm)
         if weight.bias is not None:
             residual = residual + weight.bias
         if len(weight.segments) == 1:
@@ -104,10 +112,13 @@ class ReferenceOps:
 
     def mlp_input(self, residual: torch.Tensor, op: MlpInput) -> torch.Tensor:
         gate, up = _linear(_rms_norm(residual, op.norm), op.gate_up).chunk(2, dim=-1)
+        if op.activation == "gelu_tanh":
+            return functional.gelu(gate, approximate="tanh").mul_(up)
         return functional.silu(gate).mul_(up)
 
-    def logits(self, residual: torch.Tensor, norm: Norm, head: Linear) -> torch.Tensor:
-        return _linear(_rms_norm(residual, norm), head).float()
+    def logits(self, residual: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None) -> torch.Tensor:
+        logits = _linear(_rms_norm(residual, norm), head).float()
+        return logits if softcap is None else torch.tanh(logits / softcap).mul_(softcap)
 
 
 def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
@@ -129,8 +140,11 @@ def _readable(weight: Weight) -> Stored:
 
 
 def _rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    if x.dtype == torch.float32:
+    if x.dtype == torch.float32 and norm.offset == 0.0:
         return functional.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
+    if norm.offset != 0.0:
+        weight = norm.weight.float() + norm.offset
+        return functional.rms_norm(x.float(), (x.shape[-1],), weight, norm.eps).to(x.dtype)
     # Hugging Face's order of roundings: normalise in float32, round, then multiply by the weight.
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)

@@ -108,11 +108,14 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm (arXiv:1910.07467): x / sqrt(mean(x²) + eps) · weight, computed in float32."""
+    """RMSNorm (arXiv:1910.07467): x / sqrt(mean(x²) + eps) · (weight + offset), computed in float32."""
 
     weight: torch.Tensor
     """[hidden_size]"""
     eps: float
+    offset: float = 0.0
+    """1 where weights are stored as differences from 1 (Gemma). Then the result is rounded once, at the end; without an
+    offset, before it is multiplied by the weight, too. Both are as Hugging Face does it."""
 
 
 @dataclass(frozen=True, slots=True)

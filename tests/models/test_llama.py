@@ -43,6 +43,34 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2, windows": {"family": "Qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": {"family": "Qwen3"},
     "qwen3, biases": {"family": "Qwen3", "attention_bias": True},
+    "gemma2": {"family": "Gemma2", "num_hidden_layers": 3, "sliding_window": 6, "query_pre_attn_scalar": 20},
+    "gemma2, caps that bite": {
+        "family": "Gemma2",
+        "sliding_window": 512,
+        "query_pre_attn_scalar": 1,
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 2.0,
+    },
+    "gemma2 without caps": {
+        "family": "Gemma2",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "gemma3": {"family": "Gemma3", "num_hidden_layers": 3, "sliding_window": 6, "sliding_window_pattern": 2},
+    "gemma3, stretched": {
+        "family": "Gemma3",
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 11,
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "phi3": {"family": "Phi3"},
+    "phi3, windows": {"family": "Phi3", "sliding_window": 8, "tie_word_embeddings": True},
 }
 BLOCK_SIZE = 4
 TOLERANCE = 1e-4

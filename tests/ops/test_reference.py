@@ -62,8 +62,7 @@ def decoding(lengths: list[int]) -> tuple[RaggedBatch, KVCache]:
 def attend(q: torch.Tensor, batch: RaggedBatch, cache: KVCache) -> tuple[torch.Tensor, list[int]]:
     """Attention's output, and of how many tokens each of its calls gathers keys and values."""
     groups = reference_module._attention_groups(batch, cache)
-    nothing = torch.empty(0)
-    plan = ReferencePlan(HEADS, KV_HEADS, SIZE, nothing, nothing, batch.slot_mapping, [cache.layer(0)], groups)
+    plan = ReferencePlan(HEADS, KV_HEADS, SIZE, {}, batch.slot_mapping, [cache.layer(0)], groups)
     out = OPS.paged_attention(q, PagedAttention(layer=0, scale=SIZE**-0.5), plan)
     return out, [group.num_requests * -(-group.kv_len // BLOCK_SIZE) * BLOCK_SIZE for group in groups]
 
@@ -119,8 +118,7 @@ def test_windows_and_soft_caps(window: int | None, softcap: float | None) -> Non
     )
     q = normal(count, HEADS, SIZE, seed=5)
     groups = reference_module._attention_groups(batch, cache)
-    nothing = torch.empty(0)
-    plan = ReferencePlan(HEADS, KV_HEADS, SIZE, nothing, nothing, batch.slot_mapping, [cache.layer(0)], groups)
+    plan = ReferencePlan(HEADS, KV_HEADS, SIZE, {}, batch.slot_mapping, [cache.layer(0)], groups)
     op = PagedAttention(layer=0, scale=SIZE**-0.5, window=window, softcap=softcap)
     out = OPS.paged_attention(q, op, plan)
     row = 0

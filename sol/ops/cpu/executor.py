@@ -14,11 +14,13 @@ import torch
 
 from sol.ops.batch import RaggedBatch
 from sol.ops.cpu import native as abi
-from sol.ops.cpu.native import ALIGNMENT, Isa, KVDType, Native, OpKind
+from sol.ops.cpu.native import ALIGNMENT, Activation, Isa, KVDType, Native, OpKind
 from sol.ops.program import AttentionInput, MlpInput, Op, PagedAttention, Program, ProjectResidual
 from sol.ops.weights import Linear, Norm, Packed, Weight
 
 TIMES: Final = ("embed", "attention_input", "paged_attention", "project_residual", "mlp_input", "logits", "waiting")
+
+_ACTIVATIONS: Final = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,8 @@ class CpuExecutor:
             head=self._linear(head),
             ops=ops,
             threads_of=None if threads_of is None else threads_of._model,
+            embedding_scale=program.embedding_scale,
+            logits_softcap=program.logits_softcap or 0.0,
         )
         self._keep += [program, ops]
         native.check(native.functions.sol_model_create(byref(description), byref(self._model)))
@@ -186,14 +190,19 @@ class CpuExecutor:
                     window=op.window or 0,
                 )
             case ProjectResidual():
-                return abi.SolOp(kind=OpKind.PROJECT_RESIDUAL, linear=self._linear(op.weight))
+                return abi.SolOp(kind=OpKind.PROJECT_RESIDUAL, norm=self._norm(op.norm), linear=self._linear(op.weight))
             case MlpInput():
-                return abi.SolOp(kind=OpKind.MLP_INPUT, norm=self._norm(op.norm), linear=self._linear(op.gate_up))
+                return abi.SolOp(
+                    kind=OpKind.MLP_INPUT,
+                    norm=self._norm(op.norm),
+                    linear=self._linear(op.gate_up),
+                    activation=_ACTIVATIONS[op.activation],
+                )
 
     def _norm(self, norm: Norm | None) -> abi.SolNorm:
         if norm is None:
             return abi.SolNorm()
-        return abi.SolNorm(weight=self._floats(norm.weight), eps=norm.eps, offset=0.0)
+        return abi.SolNorm(weight=self._floats(norm.weight), eps=norm.eps, offset=norm.offset)
 
     def _linear(self, linear: Linear) -> abi.SolLinear:
         segments = (abi.SolSegment * len(linear.segments))(*(abi.segment(_packed(s)) for s in linear.segments))

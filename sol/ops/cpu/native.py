@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sol.ops.weights import Packed
 
-ABI_VERSION: Final = 3
+ABI_VERSION: Final = 4
 LIBRARY: Final = Path(__file__).with_name("_native.so")
 OVERRIDE: Final = "SOL_CPU_LIBRARY"
 """An environment variable for developers: another build of the library, e.g. an instrumented one."""
@@ -65,6 +65,11 @@ class OpKind(enum.IntEnum):
     PAGED_ATTENTION = 1
     PROJECT_RESIDUAL = 2
     MLP_INPUT = 3
+
+
+class Activation(enum.IntEnum):
+    SILU = 0
+    GELU_TANH = 1
 
 
 class NativeError(Exception):
@@ -121,7 +126,7 @@ class SolOp(ctypes.Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("window", c_int32),
-        ("reserved", c_int32),
+        ("activation", c_int32),
         ("q_norm", SolNorm),
         ("k_norm", SolNorm),
     )
@@ -152,6 +157,8 @@ class SolModelDesc(ctypes.Structure):
         ("head", SolLinear),
         ("ops", POINTER(SolOp)),
         ("threads_of", c_void_p),
+        ("embedding_scale", c_float),
+        ("logits_softcap", c_float),
     )
 
 

@@ -10,7 +10,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sol.ops.gpu.launch import pdl_options
-from sol.ops.gpu.linear import write_rotated
+from sol.ops.gpu.linear import gated, write_rotated
+from sol.ops.program import Activation
 from sol.ops.weights import Norm
 
 
@@ -27,7 +28,26 @@ def _embed_kernel(token_ids, embedding, out, stride, SIZE: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _weighted(value, weight, mask, like, OFFSET: tl.constexpr):
+    """A normed float32 value times the norm's weight, float32; `like` is a pointer to the type that values have.
+
+    Roundings are those of Hugging Face, and so of the reference: without an offset, the value is rounded before it is
+    multiplied by the weight; with one (Gemma), it is not.
+    """
+    scale = tl.load(weight, mask=mask, other=0.0).to(tl.float32)
+    if OFFSET == 0.0:
+        value = value.to(like.dtype.element_ty).to(tl.float32) * scale
+    else:
+        value *= scale + OFFSET
+    return value
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, weight, out, stride, eps,
+    OFFSET: tl.constexpr, ADD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`ADD`: to what `out` holds."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     if PDL:
@@ -35,16 +55,17 @@ def _rms_norm_kernel(x, weight, out, stride, eps, SIZE: tl.constexpr, BLOCK: tl.
         gdc_wait()
     value = tl.load(x + token * stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    # Hugging Face's order of roundings, which is the reference's.
-    scale = tl.load(weight + column, mask=column < SIZE, other=0.0)
-    value = value.to(out.dtype.element_ty).to(tl.float32) * scale.to(tl.float32)
-    tl.store(out + token * SIZE + column, value.to(out.dtype.element_ty), mask=column < SIZE)
+    value = _weighted(value, weight + column, column < SIZE, out, OFFSET)
+    to = out + token * SIZE + column
+    if ADD:
+        value = value.to(out.dtype.element_ty).to(tl.float32) + tl.load(to, mask=column < SIZE, other=0.0)
+    tl.store(to, value.to(out.dtype.element_ty), mask=column < SIZE)
 
 
 @triton.jit
 def _head_norm_kernel(
     qkv, q_weight, k_weight, stride, q_eps, k_eps,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    OFFSET: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -53,17 +74,19 @@ def _head_norm_kernel(
         gdc_launch_dependents()
         gdc_wait()
     if head < HEADS:
-        scale, eps = tl.load(q_weight + column, mask=column < SIZE, other=0.0), q_eps
+        weight, eps = q_weight + column, q_eps
     else:
-        scale, eps = tl.load(k_weight + column, mask=column < SIZE, other=0.0), k_eps
+        weight, eps = k_weight + column, k_eps
     value = tl.load(place, mask=column < SIZE, other=0.0).to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    value = value.to(qkv.dtype.element_ty).to(tl.float32) * scale.to(tl.float32)
+    value = _weighted(value, weight, column < SIZE, qkv, OFFSET)
     tl.store(place, value.to(qkv.dtype.element_ty), mask=column < SIZE)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gate_mul_kernel(
+    gate_up, out, GELU: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -72,8 +95,18 @@ def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL:
         gdc_wait()
     gate = tl.load(gate_up + token * 2 * SIZE + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * 2 * SIZE + SIZE + column, mask=mask, other=0.0).to(tl.float32)
-    h = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + token * SIZE + column, h.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + token * SIZE + column, gated(gate, up, GELU).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softcap_kernel(x, cap, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    value = tl.load(x + i, mask=i < count, other=0.0)
+    # tanh(y) = 1 - 2 / (e^2y + 1), right at both ends.
+    tl.store(x + i, cap * (1.0 - 2.0 / (tl.exp(value * (2.0 / cap)) + 1.0)), mask=i < count)
 
 
 @triton.jit
@@ -119,34 +152,51 @@ def embed(token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
 
 def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """[T, D] → [T, D]"""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rms_norm(x, norm, out, add=False)
+    return out
+
+
+def add_normed(x: torch.Tensor, norm: Norm, residual: torch.Tensor) -> None:
+    """residual += norm(x), in place; both [T, D], `residual` contiguous."""
+    _rms_norm(x, norm, residual, add=True)
+
+
+def softcap(x: torch.Tensor, cap: float) -> None:
+    """x becomes cap · tanh(x / cap), in place; contiguous float32."""
+    block = 1024
+    _softcap_kernel[(triton.cdiv(x.numel(), block),)](x, cap, x.numel(), BLOCK=block, **pdl_options(x.device))
+
+
+def _rms_norm(x: torch.Tensor, norm: Norm, out: torch.Tensor, *, add: bool) -> None:
     tokens, size = x.shape
-    out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
     _rms_norm_kernel[(tokens,)](
-        x, norm.weight, out, x.stride(0), norm.eps, SIZE=size, BLOCK=block,
+        x, norm.weight, out, x.stride(0), norm.eps, OFFSET=norm.offset, ADD=add, SIZE=size, BLOCK=block,
         num_warps=max(1, min(16, block // 512)), **pdl_options(x.device),
     )  # fmt: skip
-    return out
 
 
 def head_norms(qkv: torch.Tensor, heads: tuple[int, int, int], q_norm: Norm, k_norm: Norm) -> None:
     """Norms each query and key head of qkv [T, all heads · E] in place; heads: query, key/value heads, E."""
     query_heads, kv_heads, size = heads
+    assert q_norm.offset == k_norm.offset
     block = triton.next_power_of_2(size)
     _head_norm_kernel[(qkv.shape[0], query_heads + kv_heads)](
-        qkv, q_norm.weight, k_norm.weight, qkv.stride(0), q_norm.eps, k_norm.eps,
+        qkv, q_norm.weight, k_norm.weight, qkv.stride(0), q_norm.eps, k_norm.eps, OFFSET=q_norm.offset,
         HEADS=query_heads, SIZE=size, BLOCK=block, num_warps=max(1, min(4, block // 128)), **pdl_options(qkv.device),
     )  # fmt: skip
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[T, gate then up] contiguous → SiLU(gate) · up [T, half as wide]"""
+def gate_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """[T, gate then up] contiguous → activation(gate) · up [T, half as wide]"""
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     block = min(2048, triton.next_power_of_2(size))
-    _silu_mul_kernel[(tokens, triton.cdiv(size, block))](
-        gate_up, out, SIZE=size, BLOCK=block, num_warps=8 if block == 2048 else 4, **pdl_options(out.device)
-    )
+    _gate_mul_kernel[(tokens, triton.cdiv(size, block))](
+        gate_up, out, GELU=activation == "gelu_tanh", SIZE=size, BLOCK=block, num_warps=8 if block == 2048 else 4,
+        **pdl_options(out.device),
+    )  # fmt: skip
     return out
 
 

@@ -20,12 +20,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sol.ops.gpu.launch import DOT_PRECISION, Counters, has_large_tiles, pdl_options
 from sol.ops.gpu.tuning import LARGEST_CLASS, LinearConfig, linear_config, measured_config
+from sol.ops.program import Activation
 from sol.ops.weights import Norm
 
 STORE = tl.constexpr(0)
 RESIDUAL = tl.constexpr(1)
 GATE = tl.constexpr(2)
 ROPE = tl.constexpr(3)
+GATE_GELU = tl.constexpr(4)
 
 MAX_TOKENS = 64
 """More are a matter of arithmetic, and of cuBLAS; but see `is_measured`."""
@@ -71,15 +73,16 @@ def _linear_kernel(
 ):
     """out[t, r] = epilogue(Σ_k x[t, k] · w[r, k]); one program: `BLOCK_R` rows, all tokens, 1/`SPLIT_K` of the columns.
 
-    GATE and ROPE combine two rows; a block then holds `BLOCK_R` / 2 pairs, the two rows of each side by side.
+    GATE, GATE_GELU and ROPE combine two rows; a block then holds `BLOCK_R` / 2 pairs, the two rows of each side by side.
     """
-    PAIRED: tl.constexpr = EPILOGUE == GATE or EPILOGUE == ROPE
+    GATED: tl.constexpr = EPILOGUE == GATE or EPILOGUE == GATE_GELU
+    PAIRED: tl.constexpr = GATED or EPILOGUE == ROPE
     tile = tl.program_id(0)
     part = tl.program_id(1)
     j = tl.arange(0, BLOCK_R)
     if PAIRED:
         pair = tile * (BLOCK_R // 2) + j // 2
-        if EPILOGUE == GATE:
+        if GATED:
             rows = pair + (j % 2) * (ROWS // 2)
         else:
             rows = (pair // HALF) * (2 * HALF) + pair % HALF + (j % 2) * HALF
@@ -142,8 +145,8 @@ def _linear_kernel(
         first, second = tl.split(tl.permute(tl.reshape(accumulator, (BLOCK_R // 2, 2, BLOCK_T)), (0, 2, 1)))
         p = tile * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
         mask = (p < ROWS // 2)[:, None] & in_tokens[None, :]
-        if EPILOGUE == GATE:
-            h = first / (1.0 + tl.exp(-first)) * second
+        if GATED:
+            h = gated(first, second, EPILOGUE == GATE_GELU)
             tl.store(out + t.to(tl.int64)[None, :] * stride_out + p[:, None], h.to(out.dtype.element_ty), mask=mask)
         else:
             write_rotated(
@@ -163,6 +166,17 @@ def _linear_kernel(
             to = scaled + t.to(tl.int64)[None, :] * ROWS + rows[:, None]
             tl.store(to, (wide * weight[:, None]).to(out.dtype.element_ty), mask=mask)
             tl.store(squares + tile * BLOCK_T + t, tl.sum(wide * wide, 0))
+
+
+@triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """SiLU(gate) · up, or GELU(gate) · up in its approximation by tanh (arXiv:1606.08415); float32."""
+    if GELU:
+        # (1 + tanh(y)) / 2 = 1 / (1 + e^-2y)
+        exponent = gate * (1.5957691216057308 + 0.07135481627159748 * gate * gate)
+    else:
+        exponent = gate
+    return gate / (1.0 + tl.exp(-exponent)) * up
 
 
 @triton.jit
@@ -352,18 +366,20 @@ def _begun(x: torch.Tensor | Scaled) -> tuple[torch.Tensor, dict[str, Any]]:
     return (x, {}) if isinstance(x, torch.Tensor) else (x.x, {"squares": x.squares, "norm": x.norm})
 
 
-def linear_silu_mul(
+def linear_gate_mul(
     x: torch.Tensor | Scaled,
     weight: torch.Tensor,
     out: torch.Tensor,
     counters: Counters,
     *,
     bias: torch.Tensor | None = None,
+    activation: Activation = "silu",
     config: LinearConfig | None = None,
 ) -> None:
-    """out = SiLU(gate) · up, where [gate; up] are the rows of x · weightᵀ + bias; out [T, rows / 2]."""
+    """out = activation(gate) · up, where [gate; up] are the rows of x · weightᵀ + bias; out [T, rows / 2]."""
     x, norm = _begun(x)
-    _launch(x, weight, out, GATE, config, counters, bias=bias, stride_out=out.stride(0), **norm)
+    epilogue = GATE_GELU if activation == "gelu_tanh" else GATE
+    _launch(x, weight, out, epilogue, config, counters, bias=bias, stride_out=out.stride(0), **norm)
 
 
 def linear_rope(

@@ -108,8 +108,14 @@ class GpuOps:
             softcap=op.softcap,
         )
 
-    def project_residual(self, x: torch.Tensor, weight: Linear, residual: torch.Tensor) -> torch.Tensor:
+    def project_residual(
+        self, x: torch.Tensor, weight: Linear, residual: torch.Tensor, norm: Norm | None = None
+    ) -> torch.Tensor:
         """In place: `residual` is changed and returned."""
+        if norm is not None:
+            self._begun = None
+            elementwise.add_normed(self._linear(x, weight), norm, residual)
+            return residual
         tokens = x.shape[0]
         start = 0
         for segment in weight.segments:
@@ -120,8 +126,8 @@ class GpuOps:
             if tokens <= self._max_fused_tokens:
                 # float16 has no room for x · weight before it is divided by the root mean square.
                 begin = tokens <= BEGIN_NORMS_TOKENS and len(weight.segments) == 1 and x.dtype != torch.float16
-                norm = self._norm_after.get(id(weight)) if begin else None
-                begun = linear.linear_residual(x, matrix, target, self._counters, bias=bias, norm=norm)
+                next_norm = self._norm_after.get(id(weight)) if begin else None
+                begun = linear.linear_residual(x, matrix, target, self._counters, bias=bias, norm=next_norm)
                 self._begun = None if begun is None else (residual, begun)
             else:
                 if bias is not None:
@@ -136,15 +142,19 @@ class GpuOps:
         if weight is not None:
             h = torch.empty(tokens, weight.shape[0] // 2, dtype=residual.dtype, device=residual.device)
             x = self._normed(residual, op.norm)
-            linear.linear_silu_mul(x, weight, h, self._counters, bias=op.gate_up.bias)
+            bias = op.gate_up.bias
+            linear.linear_gate_mul(x, weight, h, self._counters, bias=bias, activation=op.activation)
             return h
-        return elementwise.silu_mul(self._linear(elementwise.rms_norm(residual, op.norm), op.gate_up))
+        return elementwise.gate_mul(self._linear(elementwise.rms_norm(residual, op.norm), op.gate_up), op.activation)
 
-    def logits(self, residual: torch.Tensor, norm: Norm, head: Linear) -> torch.Tensor:
+    def logits(self, residual: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None) -> torch.Tensor:
         if residual.shape[0] == 0:
             rows = sum(_matrix(segment).shape[0] for segment in head.segments)
             return torch.empty(0, rows, dtype=torch.float32, device=residual.device)
-        return self._linear(elementwise.rms_norm(residual, norm), head, dtype=torch.float32)
+        logits = self._linear(elementwise.rms_norm(residual, norm), head, dtype=torch.float32)
+        if softcap is not None:
+            elementwise.softcap(logits, softcap)
+        return logits
 
     def _fused(self, tokens: int, weight: Linear) -> torch.Tensor | None:
         """The matrix, if what follows this projection is computed with it: in steps of at most 64 tokens, and in those
@@ -188,10 +198,13 @@ class GpuOps:
 
 
 def _norms_after(program: Program) -> dict[int, Norm]:
-    """By the id of a projection into the residual: the norm that its result goes through next."""
+    """By the id of a projection into the residual: the norm that its result goes through next, where it can begin it:
+    not if it is itself normed first, nor if the norm's weights have an offset."""
     norms = {}
     for op, following in itertools.pairwise(program.body):
-        if isinstance(op, ProjectResidual) and isinstance(following, (AttentionInput, MlpInput)):
+        if not isinstance(op, ProjectResidual) or op.norm is not None:
+            continue
+        if isinstance(following, (AttentionInput, MlpInput)) and following.norm.offset == 0.0:
             norms[id(op.weight)] = following.norm
     return norms
 

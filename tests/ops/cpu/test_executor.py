@@ -39,6 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "Mistral", "sliding_window": 7},
     "qwen2": {"family": "Qwen2"},
     "qwen3": {"family": "Qwen3"},
+    "gemma2": {"family": "Gemma2", "num_hidden_layers": 3, "sliding_window": 6, "query_pre_attn_scalar": 20},
+    "gemma3": {"family": "Gemma3", "num_hidden_layers": 3, "sliding_window": 6, "sliding_window_pattern": 2},
+    "phi3": {"family": "Phi3", "sliding_window": 8},
 }  # fmt: skip
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 K_KINDS = ("Q4_K", "Q5_K", "Q6_K")

@@ -86,6 +86,31 @@ def test_norms_of_heads(head_dim: int, isa: Isa) -> None:
     torch.testing.assert_close(found, prompt_and_decode(reference(program)), atol=2e-4, rtol=0)
 
 
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_norms": True},
+        {"softcap": 0.7, "window": 5, "bias": True},
+        {"gate_rows": (90, 102), "hidden": 35, "head_dim": 6},  # gate and up do not pair, rows end within a vector
+    ],
+)
+def test_what_gemma_adds(options: dict[str, Any], isa: Isa) -> None:
+    program = random_program(gemma=True, **options)
+    with cpu_executor(packed(program, isa=isa), isa=isa, num_threads=2) as executor:
+        found = prompt_and_decode(executor)
+    torch.testing.assert_close(found, prompt_and_decode(reference(program)), atol=2e-4, rtol=0)
+
+
+def test_what_gemma_adds_depends_on_no_neighbour() -> None:
+    program = packed(random_program(gemma=True, softcap=0.7), store=as_int8)
+    with cpu_executor(program, num_threads=2) as executor:
+        whole = Paged(executor).step({0: tokens(20)})
+        alone = Paged(executor)
+        parts = [alone.step({0: tokens(20)[:15]}), *(alone.step({0: [token]}) for token in tokens(20)[15:])]
+    assert torch.equal(torch.cat(parts), whole)
+
+
 @pytest.mark.parametrize("intermediate", [1, 7, 40, 90])
 def test_odd_intermediate_sizes(intermediate: int) -> None:
     program = random_program(intermediate=intermediate, hidden=35)

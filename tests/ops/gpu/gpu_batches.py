@@ -34,16 +34,20 @@ def make_program(
     dtype: torch.dtype = torch.float32,
     biased: bool = False,
     head_norms: bool = False,
+    gemma: bool = False,
 ) -> Program:
+    """`gemma`: norms with an offset, post-norms, GELU, scaled embeddings, soft-caps, two RoPE tables."""
     angles = torch.outer(torch.arange(MAX_POSITIONS).float(), 0.7 ** torch.arange(shape.size // 2).float())
     rope = Rope(cos=angles.cos(), sin=angles.sin())
+    local = Rope(cos=(3 * angles).cos(), sin=(3 * angles).sin()) if gemma else rope
 
     def matrix(rows: int, columns: int, seed: int) -> Linear:
         bias = normal(rows, seed=seed + 1000).to(dtype) if biased else None
         return Linear((Dense((normal(rows, columns, seed=seed) * columns**-0.5).to(dtype)),), bias)
 
     def norm(seed: int, size: int = shape.hidden) -> Norm:
-        return Norm((1 + 0.2 * normal(size, seed=seed)).to(dtype), 1e-5)
+        weight = 0.2 * normal(size, seed=seed)
+        return Norm((weight if gemma else 1 + weight).to(dtype), 1e-5, offset=1.0 if gemma else 0.0)
 
     body: list[Op] = []
     for layer in range(layers):
@@ -54,14 +58,25 @@ def make_program(
                 layer=layer,
                 norm=norm(seed),
                 qkv=matrix(qkv_rows, shape.hidden, seed + 1),
-                rope=rope,
+                rope=local if layer % 2 else rope,
                 q_norm=norm(seed + 6, shape.size) if head_norms else None,
                 k_norm=norm(seed + 7, shape.size) if head_norms else None,
             ),
-            PagedAttention(layer=layer, scale=shape.size**-0.5),
-            ProjectResidual(matrix(shape.hidden, shape.heads * shape.size, seed + 2)),
-            MlpInput(norm=norm(seed + 3), gate_up=matrix(2 * shape.intermediate, shape.hidden, seed + 4)),
-            ProjectResidual(matrix(shape.hidden, shape.intermediate, seed + 5)),
+            PagedAttention(
+                layer=layer,
+                scale=shape.size**-0.5,
+                window=5 if gemma and layer % 2 else None,
+                softcap=2.0 if gemma else None,
+            ),
+            ProjectResidual(
+                matrix(shape.hidden, shape.heads * shape.size, seed + 2), norm=norm(seed + 8) if gemma else None
+            ),
+            MlpInput(
+                norm=norm(seed + 3),
+                gate_up=matrix(2 * shape.intermediate, shape.hidden, seed + 4),
+                activation="gelu_tanh" if gemma else "silu",
+            ),
+            ProjectResidual(matrix(shape.hidden, shape.intermediate, seed + 5), norm=norm(seed + 9) if gemma else None),
         ]
     return Program(
         num_heads=shape.heads,
@@ -71,6 +86,8 @@ def make_program(
         body=tuple(body),
         final_norm=norm(901),
         head=matrix(shape.vocabulary, shape.hidden, 902),
+        embedding_scale=8.3 if gemma else 1.0,
+        logits_softcap=1.5 if gemma else None,
     )
 
 

@@ -194,9 +194,9 @@ def test_attention_does_not_look_at_other_slots() -> None:
 @pytest.mark.parametrize(("biased", "head_norms"), [(False, False), (True, False), (False, True), (True, True)])
 def test_attention_input(tokens: int, biased: bool, head_norms: bool) -> None:
     shape = SHAPES["three to a head"]
-    op = make_program(shape, layers=1, biased=biased, head_norms=head_norms).body[0]
+    program = make_program(shape, layers=1, biased=biased, head_norms=head_norms)
+    op = program.body[0]
     assert isinstance(op, AttentionInput)
-    program = make_program(shape, layers=1)
     batch, cache = make_batch(shape, [tokens], [tokens + 3])
     twin = KVCache(cache.data.clone())
     x = normal(tokens, shape.hidden)
@@ -229,6 +229,19 @@ def test_mlp(tokens: int, segments: int, biased: bool) -> None:
 def test_a_whole_model(batch: str, dtype: torch.dtype) -> None:
     shape = SHAPES["grouped"]
     program = make_program(shape, layers=2, dtype=dtype)
+    ragged, cache = make_batch(shape, *BATCHES[batch], layers=2, dtype=dtype)
+    twin = KVCache(cache.data.clone())
+    expected = run(program, REFERENCE, ragged, twin)
+    close(run(program, GpuOps(CPU), ragged, cache), expected, dtype)
+    close(cache.data, twin.data)
+
+
+@pytest.mark.parametrize("head_norms", [False, True])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_whole_model_as_gemma_has_it(batch: str, head_norms: bool) -> None:
+    shape = SHAPES["grouped"]
+    dtype = torch.float32 if head_norms else torch.float16
+    program = make_program(shape, layers=2, dtype=dtype, head_norms=head_norms, gemma=True)
     ragged, cache = make_batch(shape, *BATCHES[batch], layers=2, dtype=dtype)
     twin = KVCache(cache.data.clone())
     expected = run(program, REFERENCE, ragged, twin)

@@ -6,6 +6,7 @@
 // key or value vector that was loaded serves several of them.
 #pragma once
 
+#include "elementwise.h"
 #include "kv_cache.h"
 #include "simd.h"
 
@@ -21,13 +22,6 @@ constexpr int TILE_ROWS = 6;
 constexpr int MOST_BLOCKS = SEGMENT_SLOTS / WIDEST_VECTOR;
 
 static inline float exp1(float x) { return reduce_max(exp(set1(x))); }
-
-// c · tanh(s / c)
-static inline vf cap(vf s, vf c, vf inverse) {
-    const vf x = min(set1(10.0f), max(set1(-10.0f), mul(s, inverse)));
-    const vf e = exp(add(x, x));
-    return mul(c, div(sub(e, set1(1.0f)), add(e, set1(1.0f))));
-}
 
 // One segment's part of a request, as the tiles below see it.
 template <class T>

@@ -5,6 +5,13 @@
 
 namespace sol::SOL_NS {
 
+// c · tanh(s / c)
+static inline vf cap(vf s, vf c, vf inverse) {
+    const vf x = min(set1(10.0f), max(set1(-10.0f), mul(s, inverse)));
+    const vf e = exp(add(x, x));
+    return mul(c, div(sub(e, set1(1.0f)), add(e, set1(1.0f))));
+}
+
 // 32 activations: scale = amax / 127, codes to nearest, ties to even.
 static inline void quantize_block(const float* x, int8_t* codes, float* scale_out, BlockSums* sums) {
     vf v[BLOCK_VECTORS];
@@ -100,6 +107,30 @@ static void silu_mul(const float* gate, const float* up, int64_t n, float* out) 
         const int rest = (int)(n - i);
         store_first(out + i, silu_times(load_first(gate + i, rest), load_first(up + i, rest)), rest);
     }
+}
+
+// GELU(gate) · up, with the approximation by tanh (arXiv:1606.08415): (1 + tanh(y)) / 2 = 1 / (1 + e^-2y) at
+// y = sqrt(2 / π) (gate + 0.044715 gate³).
+static inline vf gelu_times(vf gate, vf up) {
+    const vf inner = fma(mul(gate, gate), set1(0.07135481627159748f), set1(1.5957691216057308f));
+    return mul(div(gate, add(set1(1.0f), exp(sub(zero(), mul(gate, inner))))), up);
+}
+
+static void gelu_mul(const float* gate, const float* up, int64_t n, float* out) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store(out + i, gelu_times(load(gate + i), load(up + i)));
+    if (i < n) {
+        const int rest = (int)(n - i);
+        store_first(out + i, gelu_times(load_first(gate + i, rest), load_first(up + i, rest)), rest);
+    }
+}
+
+// limit · tanh(x / limit) in place.
+static void softcap(float* x, float limit, int64_t n) {
+    const vf most = set1(limit), inverse = set1(1.0f / limit);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store(x + i, cap(load(x + i), most, inverse));
+    if (i < n) store_first(x + i, cap(load_first(x + i, (int)(n - i)), most, inverse), (int)(n - i));
 }
 
 // One head in place: element i pairs with i + head_dim / 2.

@@ -12,7 +12,8 @@ static void unpack_matrix_row(const PackedMatrix& w, int64_t row, float* out) {
 }
 
 static constexpr Kernels table(int32_t isa) {
-    return {isa, LANES, quantize, linear, unpack_matrix_row, rms_norm, add_row, silu_mul, rope, &ATTENTION};
+    return {isa, LANES, quantize, linear, unpack_matrix_row, rms_norm, add_row, silu_mul, gelu_mul,
+            softcap, rope, &ATTENTION};
 }
 
 }  // namespace sol::SOL_NS

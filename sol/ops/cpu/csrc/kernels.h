@@ -90,6 +90,8 @@ struct Kernels {
     void (*rms_norm)(const float* x, const float* weight, float eps, float offset, int64_t n, float* out);
     void (*add)(float* x, const float* y, int64_t n);                              // x += y
     void (*silu_mul)(const float* gate, const float* up, int64_t n, float* out);   // silu(gate) * up
+    void (*gelu_mul)(const float* gate, const float* up, int64_t n, float* out);   // gelu(gate) * up, by tanh
+    void (*softcap)(float* x, float limit, int64_t n);                             // x = limit * tanh(x / limit)
     void (*rope)(float* x, const float* cos, const float* sin, int64_t head_dim);  // in place, one head
 
     // Attention: see attention.h.

@@ -150,7 +150,8 @@ int32_t open_ops(const SolModelDesc& desc, SolModel* model) {
         out.kind = op.kind;
         out.layer = op.layer;
         int32_t code = SOL_OK;
-        if (op.kind == SOL_OP_ATTENTION_INPUT || op.kind == SOL_OP_MLP_INPUT) {
+        if (op.kind == SOL_OP_ATTENTION_INPUT || op.kind == SOL_OP_MLP_INPUT ||
+            (op.kind == SOL_OP_PROJECT_RESIDUAL && op.norm.weight != nullptr)) {
             if ((code = check_norm(op.norm, what))) return code;
             out.norm = op.norm;
         }
@@ -192,6 +193,10 @@ int32_t open_ops(const SolModelDesc& desc, SolModel* model) {
                 code = open_linear(*model, op.linear, what, model->hidden_size, produced, &out.linear);
                 break;
             case SOL_OP_MLP_INPUT:
+                if (op.activation != SOL_ACT_SILU && op.activation != SOL_ACT_GELU_TANH) {
+                    return fail(SOL_E_ARGUMENT, "%s: activation is %d", what.c_str(), (int)op.activation);
+                }
+                out.activation = op.activation;
                 code = open_linear(*model, op.linear, what, 2 * model->intermediate_size, model->hidden_size,
                                    &out.linear);
                 if (code == SOL_OK) pair_units(*model, &out.linear);
@@ -219,13 +224,14 @@ void take_workspace(SolModel* model) {
     const int64_t size = model->head_dim, group = heads / kv_heads;
     int64_t most_cols = std::max({model->hidden_size, model->intermediate_size, heads * size});
     size_t copies = 0;
-    bool has_float = false, unpaired = false;
+    bool has_float = false, unpaired = false, post_norms = false;
     const auto add = [&](const LinearPlan& linear) {
         copies = std::max(copies, linear.perms.size());
         has_float = has_float || linear.has_float;
     };
     for (const Op& op : model->ops) {
         add(op.linear);
+        post_norms = post_norms || (op.kind == SOL_OP_PROJECT_RESIDUAL && op.norm.weight != nullptr);
         unpaired = unpaired || (op.kind == SOL_OP_MLP_INPUT && op.linear.partners.empty());
     }
     add(model->head);
@@ -234,6 +240,7 @@ void take_workspace(SolModel* model) {
     model->attended = memory.take<float>(tokens * heads * size);
     model->hidden = memory.take<float>(tokens * model->intermediate_size);
     if (unpaired) model->gate_up = memory.take<float>(tokens * 2 * model->intermediate_size);
+    if (post_norms) model->projected = memory.take<float>(tokens * model->hidden_size);
     if (has_float) model->x = memory.take<float>(tokens * model->hidden_size);
     for (size_t i = 0; i < copies; i++) {
         model->quantized.push_back(memory.take<char>((int64_t)quantized_nbytes(tokens, most_cols)));
@@ -310,6 +317,12 @@ int32_t create(const SolModelDesc& desc, std::unique_ptr<SolModel>* out) {
     if (desc.embedding.perm != nullptr) return fail(SOL_E_UNSUPPORTED, "embedding: perm is not null");
     if (const int32_t code = check_norm(desc.final_norm, "final_norm")) return code;
     model->final_norm = desc.final_norm;
+    if (!std::isfinite(desc.embedding_scale) || !std::isfinite(desc.logits_softcap) || desc.logits_softcap < 0) {
+        return fail(SOL_E_ARGUMENT, "embedding_scale is %g, logits_softcap %g", (double)desc.embedding_scale,
+                    (double)desc.logits_softcap);
+    }
+    model->embedding_scale = desc.embedding_scale;
+    model->logits_softcap = desc.logits_softcap;
     if (const int32_t code = open_linear(*model, desc.head, "head", desc.vocab_size, desc.hidden_size, &model->head)) {
         return code;
     }

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 #define SOL_API __attribute__((visibility("default")))
-#define SOL_ABI_VERSION 3
+#define SOL_ABI_VERSION 4
 
 enum { SOL_OK = 0, SOL_E_ARGUMENT = -1, SOL_E_MEMORY = -2, SOL_E_UNSUPPORTED = -3, SOL_E_DATA = -4 };
 
@@ -34,6 +34,9 @@ enum {
 enum { SOL_KV_F32 = 0, SOL_KV_F16 = 1, SOL_KV_INT8 = 2 };
 
 enum { SOL_OP_ATTENTION_INPUT = 0, SOL_OP_PAGED_ATTENTION = 1, SOL_OP_PROJECT_RESIDUAL = 2, SOL_OP_MLP_INPUT = 3 };
+
+/* What MLP_INPUT does to gate: SiLU, or GELU in its approximation by tanh. */
+enum { SOL_ACT_SILU = 0, SOL_ACT_GELU_TANH = 1 };
 
 SOL_API int32_t sol_abi_version(void);
 SOL_API const char *sol_last_error(void);
@@ -93,14 +96,15 @@ typedef struct {
 typedef struct {
     int32_t kind;
     int32_t layer;
-    SolNorm norm;         /* ATTENTION_INPUT, MLP_INPUT */
+    SolNorm norm;         /* ATTENTION_INPUT, MLP_INPUT; PROJECT_RESIDUAL: of the projection, before it is added; null
+                             weight: none */
     SolLinear linear;     /* ATTENTION_INPUT: q, k, v rows; MLP_INPUT: gate, up rows; PROJECT_RESIDUAL */
     const float *rope_cos; /* ATTENTION_INPUT: [max_positions, head_dim / 2]; element i pairs with i + head_dim / 2 */
     const float *rope_sin;
     float scale;          /* PAGED_ATTENTION */
     float softcap;        /* PAGED_ATTENTION; 0: none */
     int32_t window;       /* PAGED_ATTENTION; 0: none */
-    int32_t reserved;
+    int32_t activation;   /* MLP_INPUT */
     SolNorm q_norm;       /* ATTENTION_INPUT: of each head before it is rotated, weight [head_dim]; null weight: none */
     SolNorm k_norm;
 } SolOp;
@@ -135,6 +139,8 @@ typedef struct {
     const SolModel *threads_of; /* null: threads of its own. A model whose threads this one uses too, so that the two do
                                  not take each other's cores: num_threads is that model's, cores is null. Threads live
                                  as long as any of their models */
+    float embedding_scale;    /* what embeddings are multiplied by */
+    float logits_softcap;     /* 0: none */
 } SolModelDesc;
 
 /* Bytes that one block takes in one layer (keys and values, and scales for INT8). */

@@ -89,7 +89,10 @@ class StepWalk {
 
     void embed() {
         w_.phase(tokens_, [&](int64_t token) {
-            k_.unpack_row(m_.embedding, batch_.token_ids[token], m_.residual + token * m_.hidden_size);
+            float* row = m_.residual + token * m_.hidden_size;
+            k_.unpack_row(m_.embedding, batch_.token_ids[token], row);
+            if (m_.embedding_scale == 1.0f) return;
+            for (int64_t i = 0; i < m_.hidden_size; i++) row[i] *= m_.embedding_scale;
         });
     }
 
@@ -201,6 +204,15 @@ class StepWalk {
 
     void project_residual(const Op& op) {
         const LinearPlan& linear = op.linear;
+        if (op.norm.weight != nullptr) {
+            project_to(linear, Source{residual_source_, linear.cols, nullptr, tokens_, nullptr}, m_.projected);
+            w_.phase(tokens_, [&](int64_t token) {
+                const int64_t at = token * m_.hidden_size;
+                k_.rms_norm(m_.projected + at, op.norm.weight, op.norm.eps, op.norm.offset, m_.hidden_size, local_.row);
+                k_.add(m_.residual + at, local_.row, m_.hidden_size);
+            });
+            return;
+        }
         project(linear, Source{residual_source_, linear.cols, nullptr, tokens_, nullptr}, [&](const Chunk& chunk) {
             const int64_t row = linear.units[(size_t)chunk.unit_begin].row;
             const int64_t rows = multiply_tile(linear, linear.units, chunk, local_.tile);
@@ -214,11 +226,12 @@ class StepWalk {
         const LinearPlan& linear = op.linear;
         const Source source{m_.residual, m_.hidden_size, nullptr, tokens_, &op.norm};
         const int64_t size = m_.intermediate_size;
+        const auto multiply_gate = op.activation == SOL_ACT_GELU_TANH ? k_.gelu_mul : k_.silu_mul;
         if (linear.partners.empty()) {
             project_to(linear, source, m_.gate_up);
             w_.phase(tokens_, [&](int64_t token) {
                 const float* gate = m_.gate_up + token * 2 * size;
-                k_.silu_mul(gate, gate + size, size, m_.hidden + token * size);
+                multiply_gate(gate, gate + size, size, m_.hidden + token * size);
             });
             return;
         }
@@ -227,8 +240,8 @@ class StepWalk {
             const int64_t rows = multiply_tile(linear, linear.units, chunk, local_.tile);
             multiply_tile(linear, linear.partners, chunk, local_.up_tile);
             for (int64_t t = 0; t < chunk.token_end - chunk.token_begin; t++) {
-                k_.silu_mul(local_.tile + t * rows, local_.up_tile + t * rows, rows,
-                            m_.hidden + (chunk.token_begin + t) * size + row);
+                multiply_gate(local_.tile + t * rows, local_.up_tile + t * rows, rows,
+                              m_.hidden + (chunk.token_begin + t) * size + row);
             }
         });
     }
@@ -236,6 +249,13 @@ class StepWalk {
     void logits() {
         const Source source{m_.residual, m_.hidden_size, batch_.logits_rows, batch_.num_logits_rows, &m_.final_norm};
         project_to(m_.head, source, m_.step.logits);
+        if (m_.logits_softcap == 0.0f) return;
+        constexpr int64_t at_once = 4096;
+        const int64_t chunks = ceil_div(m_.vocab_size, at_once);
+        w_.phase(batch_.num_logits_rows * chunks, [&](int64_t index) {
+            const int64_t begin = index % chunks * at_once, end = std::min(m_.vocab_size, begin + at_once);
+            k_.softcap(m_.step.logits + index / chunks * m_.vocab_size + begin, m_.logits_softcap, end - begin);
+        });
     }
 
     // ---- attention

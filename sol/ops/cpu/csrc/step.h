@@ -86,6 +86,7 @@ struct Op {
     float scale;
     float softcap;
     int32_t window;
+    int32_t activation;
     SolNorm q_norm;  // null weight: none
     SolNorm k_norm;
 };
@@ -157,6 +158,8 @@ struct SolModel {
     int64_t max_num_tokens = 0;
     sol::PackedMatrix embedding{};
     SolNorm final_norm{};
+    float embedding_scale = 1.0f;
+    float logits_softcap = 0.0f;  // 0: none
     sol::LinearPlan head;
     std::vector<sol::Op> ops;
 
@@ -166,6 +169,7 @@ struct SolModel {
     float* attended = nullptr;  // [T, num_heads · head_dim]
     float* hidden = nullptr;    // [T, intermediate_size]
     float* gate_up = nullptr;   // [T, 2 · intermediate_size] if an op's gate and up rows do not pair
+    float* projected = nullptr; // [T, hidden_size] if what projections give is normed before it is added
     float* x = nullptr;         // [T, hidden_size], normalised, for float weights
     std::vector<void*> quantized;
     std::vector<sol::Local> locals;

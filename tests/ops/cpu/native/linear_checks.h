@@ -285,6 +285,22 @@ inline void check_elementwise(const sol::Kernels& kernels) {
             good = good && near(out.floats()[i], exact, 1e-6, 1e-36);
         }
         check(good, "%s: silu_mul of %" PRId64, isa, n);
+        kernels.gelu_mul(x.floats(), y.floats(), n, out.floats());
+        good = true;
+        for (int64_t i = 0; i < n; i++) {
+            const double gate = x.floats()[i], inner = sqrt(2 / M_PI) * (gate + 0.044715 * gate * gate * gate);
+            const double exact = gate / (1.0 + exp(-2 * inner)) * (double)y.floats()[i];
+            // The exponent's rounding grows with it, where what it gives is small.
+            good = good && near(out.floats()[i], exact, 2e-6, 1e-6);
+        }
+        check(good, "%s: gelu_mul of %" PRId64, isa, n);
+        memcpy(out.data(), x.data(), (size_t)n * 4);
+        kernels.softcap(out.floats(), 3.0f, n);
+        good = true;
+        for (int64_t i = 0; i < n; i++) {
+            good = good && near(out.floats()[i], 3.0 * tanh((double)x.floats()[i] / 3.0), 1e-6, 1e-6);
+        }
+        check(good, "%s: softcap of %" PRId64, isa, n);
         x.floats()[n - 1] = NAN;
         kernels.silu_mul(x.floats(), y.floats(), n, out.floats());
         check(std::isnan(out.floats()[n - 1]), "%s: silu_mul of a NaN", isa);
