@@ -28,6 +28,7 @@ class FleetCapacity:
             for entry in config.engines
             if entry.name in fleet.engines
         }
+        self._prompts_ahead = config.queue.prompts_ahead
         self._read_at: dict[str, float] = {}
         self._under_way: list[Waiter] = []
         """Granted, and not yet counted by an engine."""
@@ -37,8 +38,12 @@ class FleetCapacity:
     def total(self, model: str) -> float:
         return sum(self._places(engine) for engine in self._askable(model))
 
-    def free(self, model: str) -> float:
-        free = sum(max(0.0, self._places(engine) - engine.in_flight) for engine in self._askable(model))
+    def free(self, model: str, *, patient: bool) -> float:
+        free = sum(
+            max(0.0, self._places(engine) - engine.in_flight)
+            for engine in self._askable(model)
+            if not patient or engine.has_prompt_room
+        )
         if self._under_way and free < math.inf:
             self._under_way = [each for each in self._under_way if each.state == "granted" and not each.is_begun()]
             free -= len(self._under_way)
@@ -54,9 +59,13 @@ class FleetCapacity:
             self.credits[engine.name].in_demand = True
 
     def look(self, now: float) -> None:
-        """Learn what the engines have said since the last look."""
+        """Learn from what the engines have done, and said, since the last look."""
         for name, credit in self.credits.items():
             engine = self._fleet.engines[name]
+            credit.taken(engine.in_flight)
+            engine.presume_begun(now)
+            if engine.driver.metrics_path is not None:  # others are more than one engine, as a rule
+                engine.prompt_room = engine.prompts.room(now, self._prompts_ahead)
             signals = engine.signals
             if signals is not None and signals.age(now) <= self._signal_age:
                 if self._read_at.get(name) == signals.read_at:

@@ -3,8 +3,9 @@
 More than it can work on at the same time would only wait in the engine, where nobody can put a more urgent one before
 them. Nothing is limited until there is a reason. There are three: the engine says that requests wait in it, it refuses
 some (429, 503), or too many of its answers begin or go on more slowly than their class is promised. Then it gets no
-more than it takes well, and, while requests wait for it in the gateway, an eighth more with every look at it that finds
-none of these (multiplicative decrease, gradual increase).
+more than it takes well, and, while requests wait for it in the gateway, more with every look at it that finds none of
+these: an eighth more at first, and one more near the number at which it last was too much (multiplicative decrease,
+additive increase, and a threshold between fast and slow growth, as TCP's congestion control has it).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import math
 from typing import Final
 
 _GROWTH: Final = 8
-_SLACK: Final = 20
-"""One in so many may wait in the engine, so that it never runs dry between two of its steps."""
+_NEAR: Final = 0.9
+"""Of the number that was too much, from which on growth is slow."""
 _FULL_KV: Final = 0.95
 _SLOWER: Final = 0.9
 _ENOUGH: Final = 10
@@ -36,6 +37,7 @@ class Credits:
         self._num_answers = 0
         self._num_slow = 0
         self._num_refused = 0
+        self._too_much: float | None = None
         self._updated = -math.inf
 
     def taken(self, in_flight: int) -> None:
@@ -65,15 +67,16 @@ class Credits:
         if now - self._updated < _STEP_SECONDS:
             return
         most = max(self._peak, in_flight)
-        queued = 0.0 if waiting is None else waiting - max(1.0, (running or 0.0) / _SLACK)
+        queued = waiting or 0.0
         slow = self._num_answers >= _ENOUGH and self._num_slow > _MISSES * self._num_answers
         if queued > 0:
             # Prompts may wait for a step that has room, not for others to end: never less than half in one step.
-            self._shrink(max(most - queued, most / 2))
+            self._shrink(most, max(most - queued, most / 2))
         elif self._num_refused or slow:
-            self._shrink(most * _SLOWER)
+            self._shrink(most, most * _SLOWER)
         elif self.limit is not None and self.in_demand and (kv_usage is None or kv_usage < _FULL_KV):
-            self.limit += max(1, self.limit // _GROWTH)
+            near = self._too_much is not None and self.limit >= _NEAR * self._too_much
+            self.limit += 1 if near else max(1, self.limit // _GROWTH)
         elif self._num_answers < _ENOUGH and not self._num_refused and waiting is None:
             return  # too little was seen to forget it again
         self._updated = now
@@ -81,7 +84,8 @@ class Credits:
         self._peak = in_flight
         self._num_answers = self._num_slow = self._num_refused = 0
 
-    def _shrink(self, limit: float) -> None:
+    def _shrink(self, most: float, limit: float) -> None:
+        self._too_much = most
         if self.limit is not None:
             limit = min(limit, self.limit)
         self.limit = max(self._floor, math.floor(limit))

@@ -29,8 +29,9 @@ class Capacity(Protocol):
         """Requests that they may have at once; infinite where nothing limits them."""
         ...
 
-    def free(self, model: str) -> float:
-        """Of these, how many they could be given now."""
+    def free(self, model: str, *, patient: bool) -> float:
+        """Of these, how many they could be given now. `patient`: by those engines only that have few prompts before
+        them, so that one that comes for somebody in a hurry finds no queue there."""
         ...
 
     def granted(self, waiter: Waiter) -> None:
@@ -137,7 +138,7 @@ class Dispatcher:
         )  # fmt: skip
 
     def _may_go(self, name: str, model: str) -> bool:
-        if self._capacity.free(model) < 1:
+        if self._capacity.free(model, patient=RANK[name] > 0) < 1:
             return False
         part = self._classes[name].max_in_flight
         if part >= 1:

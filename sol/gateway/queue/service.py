@@ -33,7 +33,7 @@ class PromptLaw:
             return _PRIOR_PROMPT * tokens
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x * mean_x
-        if spread <= 1e-6 * max(1.0, mean_x * mean_x):  # all were of one length: what one token costs is not known
+        if spread <= 1e-6 * max(1.0, mean_x * mean_x):  # all were of one length: all of the time may be the prompt's
             return mean_y * max(tokens, 1) / max(mean_x, 1.0)
         slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / spread)
         return max(0.0, mean_y + slope * (tokens - mean_x))

@@ -191,8 +191,8 @@ class QueueStage:
             law.observe_output(call.class_name, tenant, tokens)
         if not call.stream or slot.num_preempted:
             return
-        computed = max(1, usage.prompt_tokens - usage.cached_tokens)
-        law.observe_stream(computed, first - granted_at, tokens, outcome.ended_at - first)
+        # By the estimate that the next request will be judged by, too.
+        law.observe_stream(call.input_tokens, first - granted_at, tokens, outcome.ended_at - first)
         if credit is not None:
             targets = self._targets(slot.model, call.class_name)
             late = targets.ttft is not None and first - granted_at > targets.ttft
@@ -205,8 +205,6 @@ class QueueStage:
             await asyncio.sleep(_TICK_SECONDS)
             try:
                 now = time.monotonic()
-                for engine in self._fleet:
-                    self.capacity.credits[engine.name].taken(engine.in_flight)
                 self.capacity.look(now)
                 for dispatcher in dispatchers:
                     dispatcher.tick(now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from sol.gateway.routing.breaker import Breaker, Verdict
 from sol.gateway.routing.config import RoutingConfig
 from sol.gateway.routing.health import Health
 from sol.gateway.routing.latency import LatencyModel
+from sol.gateway.routing.prompts import Prompts
 
 if TYPE_CHECKING:
     from sol.gateway.config import EngineEntry
@@ -32,6 +34,8 @@ class Engine:
         self.has_metrics = (entry.metrics_path or self.driver.metrics_path) is not None
         self.credits: int | None = None
         """Requests that it takes well at once, as the queue has learned; None: nothing speaks against more."""
+        self.prompt_room = math.inf
+        """Tokens of prompts that may be before those of somebody who can wait."""
         self.headers = dict(entry.headers)
         if entry.api_key is not None:
             self.headers["authorization"] = f"Bearer {entry.api_key}"
@@ -39,6 +43,7 @@ class Engine:
         self.health = Health(config.health)
         self.breaker = Breaker(config.breaker)
         self.latency = LatencyModel()
+        self.prompts = Prompts()
         self.signals: Signals | None = None
         """What it last said of itself; look at its age."""
         self._others = 0.0
@@ -65,6 +70,10 @@ class Engine:
     @property
     def has_credit(self) -> bool:
         return self.credits is None or self.in_flight < self.credits
+
+    @property
+    def has_prompt_room(self) -> bool:
+        return self.prompts.tokens <= self.prompt_room
 
     def fresh_signals(self, now: float) -> Signals | None:
         """What it lately said of itself; None: nothing, or too long ago to go by."""
@@ -107,8 +116,20 @@ class Engine:
         if not self.in_flight:
             self._busy_since = flight.started_at
         self.in_flight += 1
+        self.prompts.sent(flight.prompt_tokens)
         self._unanswered[flight] = None
         return flight
+
+    def presume_begun(self, now: float) -> None:
+        """Answers that come as a whole have no beginning that could be seen: count their prompts as computed when that
+        should be so."""
+        for flight in self._unanswered:
+            call = flight.call
+            if not flight.prompt_tokens or call.stream:
+                continue
+            if now - flight.started_at >= self.latency.expect(call.input_tokens, self.load(now), now):
+                self.prompts.begun(flight.prompt_tokens, now)
+                flight.prompt_tokens = 0
 
     def answered(self, flight: Flight) -> None:
         self._unanswered.pop(flight, None)
@@ -117,11 +138,13 @@ class Engine:
 class Flight:
     """A call on its way to an engine and back. `end` is called once, whatever happens."""
 
-    __slots__ = ("_engine", "_load", "_streaming", "_trial", "call", "started_at")
+    __slots__ = ("_engine", "_load", "_streaming", "_trial", "call", "prompt_tokens", "started_at")
 
     def __init__(self, engine: Engine, call: Call) -> None:
         self._engine = engine
         self.call = call
+        self.prompt_tokens = call.input_tokens
+        """Those that the engine has before it; 0 once its answer has begun."""
         self.started_at = now = time.monotonic()
         self._load = engine.load(now)
         self._trial = engine.breaker.begin(now)
@@ -133,11 +156,18 @@ class Flight:
         self._streaming = True
         engine.num_streaming += 1
         engine.answered(self)
+        engine.prompts.begun(self.prompt_tokens, now, now - self.started_at)
+        self.prompt_tokens = 0
         engine.latency.observe(self.call.input_tokens, self._load, now - self.started_at, now)
 
     def end(self, verdict: Verdict) -> None:
         engine = self._engine
         engine.answered(self)
+        if self.prompt_tokens:
+            if verdict == "ok":
+                engine.prompts.begun(self.prompt_tokens, time.monotonic())
+            else:
+                engine.prompts.given_up(self.prompt_tokens)
         engine.in_flight -= 1
         engine.num_streaming -= self._streaming
         engine.breaker.end(verdict, time.monotonic(), trial=self._trial)

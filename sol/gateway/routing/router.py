@@ -38,6 +38,7 @@ class Router:
         engines = [engine for engine in askable.engines if engine not in asked and not engine.is_full]
         # The queue lets a call go when one of them has a place; another is asked only when that one has failed.
         engines = [engine for engine in engines if engine.has_credit] or engines
+        engines = [engine for engine in engines if engine.has_prompt_room] or engines
         if call.only_engines is not None:
             wanted = [engine for engine in engines if engine.name in call.only_engines]
             # Sent elsewhere, the call is answered all the same: any of the model's engines gives the same answers.
