@@ -150,6 +150,36 @@ def permute(weight: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
+def _family_metadata(config: Any, arch: str) -> dict[str, Any]:
+    """What llama.cpp's converters write for this family, by the `gguf` package's keys."""
+    from gguf import Keys
+
+    written: dict[str, Any] = {}
+    rope = config.rope_parameters
+    if arch == "gemma3":
+        written[Keys.Rope.FREQ_BASE_SWA] = float(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    written[Keys.Rope.FREQ_BASE] = float(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        written[Keys.Rope.SCALING_TYPE] = "linear"
+        written[Keys.Rope.SCALING_FACTOR] = float(rope["factor"])
+    if arch in ("gemma2", "gemma3"):
+        written[Keys.Attention.SLIDING_WINDOW] = config.sliding_window
+        for key, value in (
+            (Keys.LLM.ATTN_LOGIT_SOFTCAPPING, config.attn_logit_softcapping if arch == "gemma2" else None),
+            (Keys.LLM.FINAL_LOGIT_SOFTCAPPING, config.final_logit_softcapping),
+        ):
+            if value is not None:
+                written[key] = float(value)
+    if arch == "gemma3":
+        pattern = [kind == "sliding_attention" for kind in config.layer_types]
+        written[Keys.Attention.SLIDING_WINDOW_PATTERN] = pattern
+    if arch == "phi3":
+        written[Keys.Rope.SCALING_ORIG_CTX_LEN] = config.original_max_position_embeddings
+        written[Keys.Attention.SLIDING_WINDOW] = config.sliding_window or 0
+    return {key.format(arch=arch): value for key, value in written.items()}
+
+
 def write_gguf(path: Path, model: LlamaForCausalLM, options: GGUFOptions | None = None) -> dict[str, torch.Tensor]:
     """Writes the model as llama.cpp's converter does. Returns what a reader must find, float32 by Hugging Face name."""
     import gguf
@@ -157,7 +187,7 @@ def write_gguf(path: Path, model: LlamaForCausalLM, options: GGUFOptions | None 
     options = options or GGUFOptions()
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    arch: str = "llama" if config.model_type == "mistral" else config.model_type
+    arch: str = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     metadata: dict[str, Any] = {
         "llama.vocab_size": config.vocab_size,
         "llama.context_length": config.max_position_embeddings,
@@ -170,12 +200,12 @@ def write_gguf(path: Path, model: LlamaForCausalLM, options: GGUFOptions | None 
         "llama.attention.value_length": head_dim,
         "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "llama.rope.dimension_count": head_dim,
-        "llama.rope.freq_base": float(config.rope_parameters["rope_theta"]),
         "tokenizer.ggml.tokens": [f"token{index}" for index in range(config.vocab_size)],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
     }
-    metadata = {key.replace("llama.", f"{arch}.", 1): value for key, value in metadata.items()} | options.metadata
+    metadata = {key.replace("llama.", f"{arch}.", 1): value for key, value in metadata.items()}
+    metadata |= _family_metadata(config, arch) | options.metadata
     writer = gguf.GGUFWriter(path, metadata.pop("general.architecture", arch))
     for key, value in metadata.items():
         if value is None:
@@ -197,7 +227,9 @@ def write_gguf(path: Path, model: LlamaForCausalLM, options: GGUFOptions | None 
             continue
         theirs = gguf_name(name, arch)
         num_heads = next((count for module, count in heads.items() if f".{module}." in name), None)
-        weight = parameter.float().numpy()
+        # Gemma's norms are stored as what they multiply by.
+        offset = 1.0 if arch.startswith("gemma") and name.endswith("norm.weight") else 0.0
+        weight = parameter.float().numpy() + np.float32(offset)
         kind = options.quantization.get(theirs, "F32")
         if theirs in options.raw:
             stored, kind = options.raw[theirs]
@@ -212,7 +244,7 @@ def write_gguf(path: Path, model: LlamaForCausalLM, options: GGUFOptions | None 
         if num_heads is not None:  # the permutation of the other factorisation is its inverse
             rows = found.shape[0] // num_heads
             found = found.reshape(num_heads, rows // 2, 2, *found.shape[1:]).swapaxes(1, 2).reshape(found.shape)
-        expected[name] = torch.from_numpy(np.array(found, dtype=np.float32))
+        expected[name] = torch.from_numpy(np.array(found, dtype=np.float32) - np.float32(offset))
     for name, values in options.tensors.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

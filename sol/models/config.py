@@ -20,8 +20,8 @@ SUPPORTED_ARCHITECTURES: Final = (
     "Gemma3ForCausalLM",
     "Phi3ForCausalLM",
 )
-"""Hugging Face's class names. GGUF files call them `llama` (Llama and Mistral), `qwen2`, `qwen3`, `gemma2`, `gemma3` and
-`phi3`."""
+"""Hugging Face's class names. GGUF files call them `llama` (Llama and Mistral), `qwen2`, `qwen3`, `gemma2`, `gemma3`
+and `phi3`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     """Of each layer: how many tokens, itself among them, a token attends to; None: all. Empty: all in all layers."""
     local_rope_theta: float | None = None
-    """RoPE's base in layers with a window, where `rope_scaling` does not apply (Gemma 3); None: all layers are alike."""
+    """RoPE's base in layers with a window, to which `rope_scaling` does not apply (Gemma 3); None: layers are alike."""
     norm_offset: float = 0.0
     """Added to every norm's weight (Gemma: 1)."""
     post_norms: bool = False

@@ -60,7 +60,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class DummyCheckpoint:
-    """Normal weights of standard deviation 0.02, norms that multiply by 1. Implements `sol.models.checkpoint.Checkpoint`.
+    """Normal weights of standard deviation 0.02, norms that multiply by 1.
+
+    Implements `sol.models.checkpoint.Checkpoint`.
 
     A parameter is a function of the seed and its name, the same in every process and on every device. Drawing billions
     of numbers would take minutes, so each parameter repeats one pool of four million, from a place of its own on.

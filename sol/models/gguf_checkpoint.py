@@ -37,6 +37,17 @@ _LAYER_NAMES: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_NAMES: Final = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OTHER_NAMES: Final = {
+    "Gemma2ForCausalLM": _GEMMA_NAMES,
+    "Gemma3ForCausalLM": _GEMMA_NAMES,
+    "Phi3ForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
+"""Of one architecture, in addition to `_LAYER_NAMES` or instead of what stands there."""
 _FLOATING: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LAYER: Final = re.compile(r"blk\.(0|[1-9]\d*)\.(\w+)\.(weight|bias)", re.ASCII)
 _GLOBAL: Final = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
@@ -44,11 +55,12 @@ _ROPE_FREQS: Final = "rope_freqs.weight"
 """No parameter: the configuration holds it, as `RopeFactors`."""
 
 
-def hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str, architecture: str) -> str:
     """The Hugging Face name of a tensor in a GGUF file; a name it does not know stays as it is."""
     layer = _LAYER.fullmatch(name)
-    if layer is not None and layer[2] in _LAYER_NAMES:
-        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
+    layer_names = _LAYER_NAMES | _OTHER_NAMES.get(architecture, {})
+    if layer is not None and layer[2] in layer_names:
+        return f"model.layers.{layer[1]}.{layer_names[layer[2]]}.{layer[3]}"
     top = _GLOBAL.fullmatch(name)
     if top is not None and top[1] in _GLOBAL_NAMES:
         return f"{_GLOBAL_NAMES[top[1]]}.{top[2]}"
@@ -60,7 +72,10 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self._file = GGUFFile(path)
-        self._names = {hugging_face_name(name): name for name in self._file.tensors if name != _ROPE_FREQS}
+        self._names = {
+            hugging_face_name(name, config.architecture): name for name in self._file.tensors if name != _ROPE_FREQS
+        }
+        self._norm_offset = config.norm_offset
         self._heads: dict[str, int] = {}
         if config.architecture == "LlamaForCausalLM":  # the others' rows stand as in Hugging Face's checkpoints
             self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -82,12 +97,15 @@ class GGUFCheckpoint:
         shape, kind = self.shape(name), self._file.tensors[self._names[name]].type
         rows = self._rows(name)
         columns = shape[-1] if len(shape) > 1 else 1
+        is_norm = name.endswith("norm.weight")
         step = max(1, _CHUNK_ELEMENTS // columns)
         result = torch.empty((len(rows), columns), dtype=dtype, device=device)
         for begin in range(0, len(rows), step):
             # A copy: the mapping is read-only, and torch knows no read-only tensors.
             chunk = torch.from_numpy(np.array(rows[begin : begin + step], order="C"))
-            result[begin : begin + step] = dequantize_blocks(chunk.to(device), kind)
+            values = dequantize_blocks(chunk.to(device), kind)
+            # The converter has added the norms' offset; taken off before rounding, so that none of the weight is lost.
+            result[begin : begin + step] = values.float() - self._norm_offset if is_norm else values
         return result.reshape(shape)
 
     def stored(self, name: str) -> Stored:

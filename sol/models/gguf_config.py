@@ -14,7 +14,14 @@ from sol.models.fields import Fields
 from sol.models.gguf import GGUFFile
 from sol.models.quantization_config import QuantizationConfig
 
-ARCHITECTURES: Final = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES: Final = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
 """`general.architecture` → Hugging Face's class name. Mistral's files are `llama`, too: they have no window."""
 _FLOATING: Final = frozenset(("F32", "F16", "BF16"))
 
@@ -37,6 +44,25 @@ _READ: Final = frozenset(
         "rope.scaling.factor",
     }
 )
+_READ_OF: Final = {
+    "gemma2": frozenset(
+        {"attention.scale", "attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+    ),
+    "gemma3": frozenset(
+        {
+            "attention.scale",
+            "attention.sliding_window",
+            "attention.sliding_window_pattern",
+            "final_logit_softcapping",
+            "rope.freq_base_swa",
+        }
+    ),
+    "phi3": frozenset({"attention.sliding_window"}),
+}
+"""Keys that are read of one architecture alone."""
+_LARGEST_GEMMA: Final = {"gemma2": 46, "gemma3": 62}
+"""The layers of the model whose scores are scaled by hidden_size / heads, not by head_dim; its files do not say so, and
+ggml tells it by them."""
 _UNIFORM: Final = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
 """May be written as one number or as a list with one a layer."""
 
@@ -104,14 +130,17 @@ def read(path: Path) -> ModelConfig:
         num_key_value_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope_theta=fields.number("rope.freq_base", 10000.0),
+        rope_theta=fields.number("rope.freq_base", 1e6 if architecture == "Gemma3ForCausalLM" else 10000.0),
         rope_scaling=_rope_scaling(file, fields, prefix),
         max_position_embeddings=fields.integer("context_length"),
         tie_word_embeddings="output.weight" not in file.tensors,
         qkv_bias=_has_bias(file, "attn_(q|k|v)"),
         output_bias=_has_bias(file, "attn_output"),
         mlp_bias=_has_bias(file, "ffn_(gate|up|down)"),
-        head_norms=architecture == "Qwen3ForCausalLM",
+        head_norms=architecture in ("Qwen3ForCausalLM", "Gemma3ForCausalLM"),
+        windows=_windows(fields, architecture, num_layers),
+        fused_projections=architecture == "Phi3ForCausalLM",
+        **_gemma(fields, prefix.removesuffix("."), num_layers, head_dim, hidden_size // num_heads),
         torch_dtype=_dtype(file),
         quantization=QuantizationConfig(method="gguf") if _types(file) - _FLOATING else None,
         bos_token_id=next(iter(tokens.token_ids("tokenizer.ggml.bos_token_id", vocab_size)), None),
@@ -143,6 +172,8 @@ def _refuse_unsupported(path: Path, metadata: dict[str, Any], prefix: str) -> No
         if not key.startswith(prefix):
             continue
         name = key.removeprefix(prefix)
+        if name in _READ_OF.get(prefix.removesuffix("."), ()):
+            continue
         if name in _NEUTRAL and value in _NEUTRAL[name]:
             continue
         if name in _NEUTRAL:
@@ -154,6 +185,42 @@ def _refuse_unsupported(path: Path, metadata: dict[str, Any], prefix: str) -> No
                 f"are {', '.join(sorted(_READ | _NEUTRAL.keys() | _INFORMATION))}",
                 param="model",
             )
+
+
+def _windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    key, values = "attention.sliding_window", fields.values
+    if architecture == "Phi3ForCausalLM":
+        return () if not values.get(key) else (fields.integer(key),) * num_layers
+    if architecture == "Gemma2ForCausalLM":
+        window = fields.integer(key, 4096)
+        return tuple(None if layer % 2 else window for layer in range(num_layers))
+    if architecture != "Gemma3ForCausalLM":
+        return ()
+    window = fields.integer(key)
+    pattern = values.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):  # whether each layer has a window
+        return tuple(window if has_window else None for has_window in pattern)
+    every = fields.integer("attention.sliding_window_pattern", 6)
+    return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
+
+
+def _gemma(fields: Fields, name: str, num_layers: int, head_dim: int, width: int) -> dict[str, Any]:
+    """What Gemma's files imply; values that they may leave out are those of ggml. `width`: hidden_size / heads."""
+    if name not in _LARGEST_GEMMA:
+        return {}
+    scale = (width if num_layers == _LARGEST_GEMMA[name] else head_dim) ** -0.5
+    second = name == "gemma2"
+    final = fields.values.get("final_logit_softcapping")
+    return {
+        "norm_offset": 1.0,
+        "post_norms": True,
+        "activation": "gelu_tanh",
+        "embedding_scale": fields.integer("embedding_length") ** 0.5,
+        "attention_scale": fields.number("attention.scale") if fields.values.get("attention.scale") else scale,
+        "attention_softcap": fields.number("attn_logit_softcapping", 50.0) if second else None,
+        "logits_softcap": fields.number("final_logit_softcapping", 30.0) if second or final else None,
+        "local_rope_theta": None if second else fields.number("rope.freq_base_swa", 10000.0),
+    }
 
 
 def _one_for_all_layers(key: str, value: Any) -> Any:
@@ -198,6 +265,11 @@ def _rope_scaling(file: GGUFFile, fields: Fields, prefix: str) -> LinearRopeScal
         linear = LinearRopeScaling(factor=fields.number("rope.scale_linear"))
     if linear is not None and linear.factor == 1.0:
         linear = None
+    for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
+        if name in file.tensors:
+            raise UnsupportedModelError(
+                f"{file.path}: the tensor {name} asks for longrope, which Sol does not support", param="model"
+            )
     tensor = file.tensors.get("rope_freqs.weight")
     if tensor is None:
         return linear

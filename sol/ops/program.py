@@ -21,7 +21,6 @@ import torch
 from sol.ops.batch import KVCache, RaggedBatch
 from sol.ops.weights import Linear, Norm, Packed, Rope, Weight, tensors_of
 
-
 Activation = Literal["silu", "gelu_tanh"]
 """x / (1 + e^-x), and GELU (arXiv:1606.08415) with its approximation by tanh."""
 

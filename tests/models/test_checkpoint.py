@@ -140,14 +140,18 @@ def test_gguf_holds_what_was_written(
             assert torch.equal(expected[name], weight), name
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3"])
 def test_gguf_of_families_whose_rows_stay(tmp_path: Path, family: str) -> None:
     model = make_llama(family=family)
     path = tmp_path / "tiny.gguf"
     expected = write_gguf(path, model)
     assert_holds(resolve(str(path)), expected)
     for name, weight in model.state_dict().items():
-        assert torch.equal(expected[name], weight), name
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        # Gemma's norms went through a sum with 1 in float32.
+        rounding = 1.2e-7 if "Gemma" in family and name.endswith("norm.weight") else 0.0
+        torch.testing.assert_close(expected[name], weight, atol=rounding, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,51 @@ def test_gguf_of_other_families(tmp_path: Path, family: str) -> None:
     assert config.architecture == f"{family}ForCausalLM"
     assert (config.qkv_bias, config.output_bias) == (family == "Qwen2", False)
     assert config.head_norms == (family == "Qwen3")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"family": "Gemma2", "num_hidden_layers": 3, "sliding_window": 6, "query_pre_attn_scalar": 16},
+        {"family": "Gemma3", "num_hidden_layers": 3, "sliding_window": 6, "query_pre_attn_scalar": 16},
+        {
+            "family": "Gemma3",
+            "layer_types": ["full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 16,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        {"family": "Phi3"},
+        {"family": "Phi3", "sliding_window": 8},
+    ],
+)
+def test_a_gguf_file_says_what_the_checkpoint_says_it_is_made_from(tmp_path: Path, model: dict[str, Any]) -> None:
+    theirs = make_llama(**model)
+    theirs.save_pretrained(tmp_path / "saved")
+    expected = load_model_config(resolve(str(tmp_path / "saved")))
+    found = read_gguf(tmp_path, **model)
+    eps = pytest.approx(expected.rms_norm_eps)  # float32 in GGUF
+    assert found.rms_norm_eps == eps
+    assert dataclasses.replace(found, rms_norm_eps=expected.rms_norm_eps) == expected
+
+
+def test_gguf_of_gemma_s_largest_models_scales_scores_by_the_width_of_a_head_s_share(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 46, "hidden_size": 48, "num_attention_heads": 4, "head_dim": 8, "vocab_size": 30}
+    config = read_gguf(tmp_path, family="Gemma2", **sizes, intermediate_size=8, num_key_value_heads=1)
+    assert config.attention_scale == 12**-0.5
+    given = GGUFOptions(metadata={"gemma2.attention.scale": 0.25})
+    assert read_gguf(tmp_path, given, family="Gemma2").attention_scale == 0.25
+
+
+def test_gguf_gemma3_by_a_period(tmp_path: Path) -> None:
+    key = "gemma3.attention.sliding_window_pattern"
+    by_three = read_gguf(tmp_path, GGUFOptions(metadata={key: 3}), family="Gemma3", num_hidden_layers=4)
+    assert [window is None for window in by_three.windows] == [False, False, True, False]
+    default = read_gguf(tmp_path, GGUFOptions(metadata={key: None}), family="Gemma3", num_hidden_layers=7)
+    assert [window is None for window in default.windows] == [False] * 5 + [True, False]
 
 
 def test_gguf_least_metadata(tmp_path: Path) -> None:
@@ -138,11 +184,18 @@ def test_gguf_values_that_change_nothing(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8; supported is the head's whole width, 16"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8"),
         ({"llama.attention.head_count": [4, 8]}, "attention.head_count differs between layers"),
+        ({"llama.final_logit_softcapping": 30.0}, r"llama\.final_logit_softcapping = 30\.0 is not known to Sol"),
     ],
 )
 def test_gguf_what_is_not_supported_is_named(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         read_gguf(tmp_path, GGUFOptions(metadata=metadata))
+
+
+def test_gguf_longrope_is_refused(tmp_path: Path) -> None:
+    options = GGUFOptions(tensors={"rope_factors_long.weight": np.ones(8, np.float32)})
+    with pytest.raises(UnsupportedModelError, match="rope_factors_long.weight asks for longrope"):
+        read_gguf(tmp_path, options, family="Phi3")
 
 
 @pytest.mark.parametrize(

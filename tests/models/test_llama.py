@@ -188,6 +188,9 @@ def test_every_weight_of_a_dummy_checkpoint_is_used(tiny_llama: Callable[..., Ti
         {"attention_bias": True, "mlp_bias": True},
         {"family": "Qwen2"},
         {"family": "Qwen3"},
+        {"family": "Gemma2"},
+        {"family": "Gemma3"},
+        {"family": "Phi3"},
     ):
         config = load_model_config(resolve(str(tiny_llama(**options).directory), progress=False))
         program = load_program(config, DummyCheckpoint(config), dtype=torch.bfloat16, max_positions=8)

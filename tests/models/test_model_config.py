@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import save_file
 from tiny_models import TinyLlama, save_llama
 
-from sol.errors import CheckpointError, UnsupportedModelError
+from sol.errors import CheckpointError, ModelError, UnsupportedModelError
 from sol.models.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, load_model_config
 from sol.models.source import ModelFiles, resolve
 
@@ -90,16 +90,87 @@ def test_defaults_are_llama_config_s(tmp_path: Path) -> None:
     assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3"])
 def test_defaults_of_other_families(tmp_path: Path, family: str) -> None:
     given = {"num_attention_heads": 32, "hidden_size": 256} | {"architectures": [f"{family}ForCausalLM"]}
     config = read(tmp_path, SMALLEST | given)
-    theirs = getattr(transformers, f"{family}Config")(**(SMALLEST | given))
+    theirs = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(
+        **(SMALLEST | given)
+    )
     for key in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "num_key_value_heads"):
         assert getattr(config, key) == getattr(theirs, key), key
     assert config.head_dim == (getattr(theirs, "head_dim", None) or 256 // 32)
-    assert config.windows == (() if family != "Mistral" else (theirs.sliding_window,) * theirs.num_hidden_layers)
+    if family.startswith("Gemma"):
+        windows = {"sliding_attention": theirs.sliding_window, "full_attention": None}
+        assert config.windows == tuple(windows[kind] for kind in theirs.layer_types)
+        assert config.attention_scale == theirs.query_pre_attn_scalar**-0.5
+        assert config.attention_softcap == theirs.attn_logit_softcapping
+        assert config.logits_softcap == theirs.final_logit_softcapping
+        rope = theirs.rope_parameters
+        if family == "Gemma3":
+            assert config.local_rope_theta == rope["sliding_attention"]["rope_theta"]
+            rope = rope["full_attention"]
+        assert config.rope_theta == rope["rope_theta"]
+    else:
+        assert config.windows == (() if family != "Mistral" else (theirs.sliding_window,) * theirs.num_hidden_layers)
     assert config.architecture == f"{family}ForCausalLM"
+
+
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+}
+
+
+def test_gemma3_as_it_was_saved_before_transformers_5(tmp_path: Path) -> None:
+    """gemma-3-1b-it's config.json, as far as it says what is computed."""
+    given = SMALLEST | GEMMA3 | {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 5000,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 3,
+    }  # fmt: skip
+    config = read(tmp_path, given)
+    assert config.windows == (512, 512, None)
+    assert (config.rope_theta, config.local_rope_theta) == (1e6, 5000.0)
+    assert config.rope_scaling == LinearRopeScaling(factor=8.0)
+    assert (config.attention_softcap, config.logits_softcap) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; supported is null"),
+        ({"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; supported is gelu_pytorch_tanh"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention asks for attention to later tokens"),
+        ({"sliding_window": None}, "sliding_window must be a whole number of at least 1"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}}, "full_attention.*'yarn'"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "sliding_attention is scaled; supported is rope_type default",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {}, "chunked_attention": {}}},
+            "rope_parameters has chunked_attention; supported are full_attention, sliding_attention",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {}}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "rope_scaling stands beside rope_parameters",
+        ),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures is .'Gemma3ForConditionalGeneration'."),
+        ({"architectures": None, "model_type": "gemma3"}, "model_type 'gemma3'"),
+    ],
+)
+def test_what_gemma3_may_not_say(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, SMALLEST | GEMMA3 | changes)
 
 
 def test_windows(tmp_path: Path) -> None:

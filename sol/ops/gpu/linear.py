@@ -73,7 +73,7 @@ def _linear_kernel(
 ):
     """out[t, r] = epilogue(Σ_k x[t, k] · w[r, k]); one program: `BLOCK_R` rows, all tokens, 1/`SPLIT_K` of the columns.
 
-    GATE, GATE_GELU and ROPE combine two rows; a block then holds `BLOCK_R` / 2 pairs, the two rows of each side by side.
+    GATE, GATE_GELU and ROPE combine two rows; a block then holds `BLOCK_R` / 2 pairs, the rows of each side by side.
     """
     GATED: tl.constexpr = EPILOGUE == GATE or EPILOGUE == GATE_GELU
     PAIRED: tl.constexpr = GATED or EPILOGUE == ROPE
