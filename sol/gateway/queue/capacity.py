@@ -45,13 +45,11 @@ class FleetCapacity:
             if not patient or engine.has_prompt_room
         )
         if self._under_way and free < math.inf:
-            self._under_way = [each for each in self._under_way if each.state == "granted" and not each.is_begun()]
+            self._forget_begun()
             free -= len(self._under_way)
         return max(0.0, free)
 
     def granted(self, waiter: Waiter) -> None:
-        if len(self._under_way) >= 64:
-            self._under_way = [each for each in self._under_way if each.state == "granted" and not each.is_begun()]
         self._under_way.append(waiter)
 
     def in_demand(self, model: str) -> None:
@@ -60,6 +58,7 @@ class FleetCapacity:
 
     def look(self, now: float) -> None:
         """Learn from what the engines have done, and said, since the last look."""
+        self._forget_begun()
         for name, credit in self.credits.items():
             engine = self._fleet.engines[name]
             credit.taken(engine.in_flight)
@@ -76,6 +75,10 @@ class FleetCapacity:
             else:
                 credit.look(now, in_flight=engine.in_flight)
             engine.credits = credit.limit
+
+    def _forget_begun(self) -> None:
+        if self._under_way:
+            self._under_way = [each for each in self._under_way if each.state == "granted" and not each.is_begun()]
 
     def _askable(self, model: str) -> list[Engine]:
         return self._fleet.pools[model].askable(time.monotonic()).engines

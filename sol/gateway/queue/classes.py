@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Final
+from typing import Final
 
 from sol.errors import RequestError
 from sol.gateway.auth import ANONYMOUS
@@ -38,6 +38,8 @@ class ClassifyStage:
     async def enter(self, call: Call) -> None:
         principal = call.principal
         own = (principal.default_class if principal is not None else None) or self._default
+        if own not in RANK:  # a key of a database may name a class that there was once
+            own = self._default
         asked, param = self._asked(call)
         call.class_name = own if asked is None else asked
         if asked is None or principal is None or principal is ANONYMOUS:
@@ -89,7 +91,3 @@ def class_of_priority(priority: int) -> str:
     if priority < 0:
         return "realtime"
     return "best_effort" if priority >= _PATIENT else "batch"
-
-
-def known_class(name: Any) -> bool:
-    return name in RANK

@@ -96,8 +96,9 @@ class Dispatcher:
         """Refuse those who cannot be served in time, and grant what has become free."""
         for waiter in self.queue.waiters():
             if now >= waiter.give_up:
+                refuse = waiter.on_refuse
                 self._remove(waiter)
-                waiter.on_refuse(self._given_up(waiter, now))
+                refuse(self._given_up(waiter, now))
         self._pump(now)
 
     def expected_wait(self, class_name: str, model: str, now: float) -> float:

@@ -24,4 +24,4 @@ class HopelessError(NoCapacityError):
 class PassedDeadlineError(DeadlineError):
     """Its deadline passed while it waited, or is so near that no engine can meet it."""
 
-    code = "deadline_exceeded"
+    should_retry = None

@@ -54,6 +54,14 @@ class Waiter:
     granted_at: float | None = None
 
 
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _ended() -> bool:
+    return True
+
+
 class _Line:
     """The waiting requests of one class for one model, by tenant."""
 
@@ -184,6 +192,8 @@ class FairQueue:
     def remove(self, waiter: Waiter) -> None:
         """One that waits stops waiting."""
         waiter.state = "ended"
+        # It may stay in a heap for a while; what it refers to does not have to.
+        waiter.on_grant, waiter.on_refuse, waiter.is_begun = _nothing, _nothing, _ended
         self._waiting[waiter.class_name] -= 1
         self._line(waiter).removed(waiter)
 
