@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sol.gateway.observe.text import counted, family, labels
 from sol.gateway.sla.autoscaling import model_load
 
 if TYPE_CHECKING:
     from sol.gateway.gateway import Gateway
+    from sol.gateway.queue.dispatcher import Dispatcher
 
 Lines = Iterator[Iterator[str]]
+_EVENTS: Final = ("at_once", "waited", "left", "full", "timeout", "hopeless", "deadline")
 
 
 def render(gateway: Gateway) -> Lines:
@@ -50,7 +52,7 @@ def _queue(gateway: Gateway) -> Lines:
         (
             (f"{labels([('models', models)])},{label}", count)
             for models, dispatcher in dispatchers
-            for label, count in counted(("class", "event"), dispatcher.counts.items())
+            for label, count in counted(("class", "event"), _events(dispatcher).items())
         ),
     )  # fmt: skip
     yield family(
@@ -65,6 +67,16 @@ def _queue(gateway: Gateway) -> Lines:
             if engine.credits is not None
         ),
     )  # fmt: skip
+
+
+def _events(dispatcher: Dispatcher) -> dict[tuple[str, str], int]:
+    """All that can happen, what never did with 0: a counter that begins with its first event has no increase then."""
+    return {(name, event): 0 for name in dispatcher.in_flight for event in _EVENTS} | dispatcher.counts
+
+
+def _degraded(gateway: Gateway) -> dict[tuple[str, str], int]:
+    ladders = gateway.degrade.ladders.items()
+    return {(model, step.action): 0 for model, ladder in ladders for step in ladder.steps} | gateway.degrade.counts
 
 
 def _promises(gateway: Gateway) -> Lines:
@@ -113,7 +125,7 @@ def _degradation(gateway: Gateway) -> Lines:
     )  # fmt: skip
     yield family(
         "sol_gateway_degraded_total", "counter", "Requests that were answered with less, or shed, by what was done.",
-        counted(("model", "action"), gateway.degrade.counts.items()),
+        counted(("model", "action"), _degraded(gateway).items()),
     )  # fmt: skip
 
 

@@ -256,19 +256,15 @@ class RequestMetrics:
         return call.class_name if self._classes.admits(call.class_name) else "other"
 
     def _passed(self, call: Call, outcome: Outcome) -> None:
-        trail, stages = call.trail, self._stages
+        stages = self._stages
         ended = outcome.ended_at
-        for index in range(len(trail) - 1, -1, -1):
-            name, began = trail[index]
-            if name == RELAY:
-                ended = began
-                continue  # the engine's time is not the gateway's
-            histogram = stages.get(name)
-            if histogram is None:
-                histogram = stages[name] = Histogram(STAGE_BUCKETS)
-            histogram.observe(ended - began)
-            if name == QUEUE and call.model in self._canonical:
-                self._queue(call).observe(ended - began)
+        for name, began in reversed(call.trail):
+            if name != RELAY:  # the engine's time is not the gateway's
+                if name not in stages:
+                    stages[name] = Histogram(STAGE_BUCKETS)
+                stages[name].observe(ended - began)
+                if name == QUEUE and call.model in self._canonical:
+                    self._queue(call).observe(ended - began)
             ended = began
 
     def _queue(self, call: Call) -> Histogram:
@@ -280,6 +276,8 @@ class RequestMetrics:
 
     @staticmethod
     def _count(counts: dict[tuple[str, ...], int], known: Capped[tuple[str, ...]], key: tuple[str, ...]) -> None:
-        if not known.admits(key):
+        count = counts.get(key)
+        if count is None and not known.admits(key):
             key = (*key[:1], *("other" for _ in key[1:]))
-        counts[key] = counts.get(key, 0) + 1
+            count = counts.get(key)
+        counts[key] = (count or 0) + 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -61,7 +61,7 @@ class State:
         yield from self._models()
         yield from self._limits(gateway.limits)
         if gateway.filters is not None:
-            yield from _filters(gateway.filters)
+            yield from _filters(gateway.filters, [rule.name for rule in gateway.config.filters])
         yield from levels.render(gateway)
 
     def _engines(self) -> Lines:
@@ -175,8 +175,11 @@ class State:
                      ((label, nano / NANO) for label, nano in counted(names, costs.items())))  # fmt: skip
 
 
-def _filters(filters: Filters) -> Lines:
+def _filters(filters: Filters, names: Sequence[str]) -> Lines:
     counts = filters.counts
+    # A counter that begins with its first event has no increase then: what would call for attention begins with 0.
+    failures = {(rule, reason): 0 for rule in names for reason in ("error", "timeout")}
+    failures.update(counts.failures)
     decisions = {
         (rule, direction, action, "true" if shadow else "false"): count
         for (rule, direction, action, shadow), count in counts.decisions.items()
@@ -184,4 +187,4 @@ def _filters(filters: Filters) -> Lines:
     yield family("sol_gateway_filter_decisions_total", "counter", "What filters decided.",
                  counted(("rule", "direction", "action", "shadow"), decisions.items()))  # fmt: skip
     yield family("sol_gateway_filter_failures_total", "counter", "Texts that a filter could not look at.",
-                 counted(("rule", "reason"), counts.failures.items()))  # fmt: skip
+                 counted(("rule", "reason"), failures.items()))  # fmt: skip
