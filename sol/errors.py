@@ -15,11 +15,14 @@
     │   └── ContextLengthError      400: prompt (and output) exceed the model's length
     ├── AuthenticationError         401
     ├── UnknownModelError           404: the server serves another model
-    ├── EngineNotReadyError         503: still loading
-    └── EngineDeadError             503: the engine's process is gone
+    ├── EngineNotReadyError         503: still loading, or stopping
+    ├── EngineDeadError             503: the engine's process is gone
+    ├── QueueFullError              503: as many requests wait as may
+    └── DeadlineExceededError       504: it could not be answered by the request's deadline
 
 Each carries a message that names the field, the value and the remedy; `param` is the field, `status` the HTTP
-status, `type` and `code` what an OpenAI client finds in the error's body, `retry_after` seconds or None.
+status, `type` and `code` what an OpenAI client finds in the error's body, `retry_after` seconds or None, and
+`should_retry` what OpenAI's client is told of it, where its own rules would decide wrongly.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class SolError(Exception):
     type: ClassVar[str] = "internal_server_error"
     code: ClassVar[str | None] = None
     retry_after: ClassVar[int | None] = None
+    should_retry: ClassVar[bool | None] = None
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -123,3 +127,17 @@ class EngineDeadError(SolError):
     status = 503
     type = "service_unavailable_error"
     code = "engine_dead"
+
+
+class QueueFullError(SolError):
+    status = 503
+    type = "service_unavailable_error"
+    code = "queue_full"
+    retry_after = 2
+
+
+class DeadlineExceededError(SolError):
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
+    should_retry = False

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sol.cli.arguments import add_engine_arguments, add_model_argument, engine_config
+from sol.cli.arguments import add_engine_arguments, add_model_argument, engine_config, whole_number
 from sol.config import flag_options
 from sol.errors import ConfigError
 
@@ -22,8 +22,18 @@ _PROMPT = "Name the capital of France."
 
 _SERVER_OPTIONS = {
     "host": "host", "port": "port", "served_model_name": "served_model_names", "api_key": "api_keys",
+    "allowed_origins": "allowed_origins", "allowed_methods": "allowed_methods", "allowed_headers": "allowed_headers",
+    "allow_credentials": "allow_credentials", "max_queue_len": "max_queue_len", "drain_timeout": "drain_timeout",
+    "restart_engine": "restart_engine",
 }  # fmt: skip
 """Options that are the server's and not the engine's, and the fields of `ServerConfig` that they are."""
+
+_WHOLE = ((int,), "a whole number")
+_PLAIN_OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
+    "host": ((str,), "an address"), "port": _WHOLE, "max_queue_len": _WHOLE, "restart_engine": _WHOLE,
+    "drain_timeout": ((int, float), "a number of seconds"), "allow_credentials": ((bool,), "true or false"),
+}  # fmt: skip
+"""Those that are not words: the types of their values, and what they are called."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +57,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--api-key", nargs="+", action="extend", default=absent, metavar="KEY",
         help="ask clients for this key; several may be given (default: ask for none)",
+    )  # fmt: skip
+    for name, text in (
+        ("origins", "web pages of these origins may call the API from a browser; '*': of all (default: none)"),
+        ("methods", "with --allowed-origins: the methods they may use (default: all)"),
+        ("headers", "with --allowed-origins: the headers they may send (default: all)"),
+    ):
+        group.add_argument(
+            f"--allowed-{name}", nargs="+", action="extend", default=absent, metavar=name.upper(), help=text
+        )
+    group.add_argument(
+        "--allow-credentials", action=argparse.BooleanOptionalAction, default=absent,
+        help="with --allowed-origins: they may send cookies and the like (default: no)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-queue-len", type=whole_number, default=absent, metavar="N",
+        help="most requests that wait for a place in the batch; more get a 503 at once (default: 4096)",
+    )  # fmt: skip
+    group.add_argument(
+        "--drain-timeout", type=float, default=absent, metavar="SECONDS",
+        help="how long open requests may take to finish after SIGTERM (default: 25)",
+    )  # fmt: skip
+    group.add_argument(
+        "--restart-engine", type=whole_number, default=absent, metavar="N",
+        help="start an engine that died or hangs again, so many times in ten minutes at most (default: 0, never)",
     )  # fmt: skip
     add_engine_arguments(parser, absent=True)
 
@@ -96,12 +130,17 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
 
 def _server_value(name: str, value: Any) -> Any:
     """As `ServerConfig` takes it. Raises `ConfigError`."""
-    if name in ("host", "port"):
-        kind, allowed = (str, "an address") if name == "host" else (int, "a whole number")
-        if not isinstance(value, kind) or isinstance(value, bool):
+    if name in _PLAIN_OPTIONS:
+        kinds, allowed = _PLAIN_OPTIONS[name]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise ConfigError(f"{name} must be {allowed}, not {value!r:.80}", param=name)
         return value
     words = [value] if isinstance(value, str) else value
+    if name.startswith("allowed_") and isinstance(words, list) and len(words) == 1 and str(words[0]).startswith("["):
+        try:
+            words = json.loads(words[0])  # as vLLM's command lines have them
+        except ValueError as error:
+            raise ConfigError(f"{name}: {words[0]!r:.80} is not JSON ({error})", param=name) from None
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         shown = "what was given" if name == "api_key" else f"{value!r:.80}"
         raise ConfigError(f"{name} must be a string or a list of strings, not {shown}", param=name)

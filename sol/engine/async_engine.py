@@ -38,6 +38,7 @@ class AsyncEngine:
         self._last_sign = time.monotonic()
         """When a message came, or a request was added to none."""
         self._closing = False
+        self._died = asyncio.Event()
         self._thread = threading.Thread(target=self._receive, name="engine-outputs", daemon=True)
         self._thread.start()
 
@@ -53,6 +54,12 @@ class AsyncEngine:
     def add_stats_listener(self, callback: Callable[[EngineStats], object]) -> None:
         """Call `callback` in the loop with the stats of every message: its counts are what is new since the last."""
         self._listeners.append(callback)
+
+    async def wait_until_dead(self) -> EngineDeadError:
+        """Why, once the engine is gone or closed."""
+        await self._died.wait()
+        assert self.dead is not None
+        return self.dead
 
     def stalled_for(self) -> float:
         """Seconds since the engine was last heard of; 0 while no request is open."""
@@ -105,8 +112,12 @@ class AsyncEngine:
 
     def _receive(self) -> None:
         try:
-            while self._post(self._deliver, self._client.receive()):
-                pass
+            while True:
+                message = self._client.receive()
+                # Here, not in the loop: how alive the engine is does not depend on how busy the loop is.
+                self._last_sign = time.monotonic()
+                if not self._post(self._deliver, message):
+                    return
         except EngineDeadError as error:
             if not self._closing:
                 logger.error("the engine is gone: %s", error.message)
@@ -126,7 +137,6 @@ class AsyncEngine:
     # ── in the loop ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _deliver(self, message: EngineOutput) -> None:
-        self._last_sign = time.monotonic()
         self.stats = message.stats
         for output in message.outputs:
             stream = self._streams.get(output.request_id)
@@ -140,6 +150,7 @@ class AsyncEngine:
 
     def _fail(self, error: EngineDeadError) -> None:
         self.dead = error
+        self._died.set()
         for stream in self._streams.values():
             stream.fail(error)
         self._streams.clear()

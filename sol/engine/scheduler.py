@@ -11,9 +11,9 @@ them all, and takes the other's place if there is no other.
 
 Memory: a request gets the blocks of all the tokens it has when it is admitted, so a prefill never stops half-way for
 want of blocks; after that it needs one more each `block_size` generated tokens. If none is free, the last running
-request (the youngest, or the least urgent) is preempted: its blocks are freed, its tokens kept, and its KV cache is computed again later (or found). The
-last itself waits with the blocks it has. The first always gets what it needs, because the pool holds at least one
-request of the model's full length; so everything finishes.
+request (the youngest, or the least urgent) is preempted: its blocks are freed, its tokens kept, and its KV cache is
+computed again later (or found). The last itself waits with the blocks it has. The first always gets what it needs,
+because the pool holds at least one request of the model's full length; so everything finishes.
 
 Working ahead: a step may be planned before the one before it is read. It is then planned as if no request ended: a
 token that has been planned and not read counts (`num_pending_tokens`), though nobody knows it yet. Where the result

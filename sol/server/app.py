@@ -1,8 +1,10 @@
 """A whole server: a port, an engine in a process of its own, routes over both, and an orderly end.
 
 The port is bound before anything is loaded, so that a busy one is an error at once and probes get answers from the
-first second. SIGINT and SIGTERM end the server: no new connections, open requests end with an error event, the
-engine's process is gone before `serve` returns. A second signal waits for nobody's last bytes.
+first second. SIGTERM drains the server: `/ready` says 503, new work is turned away, open requests finish, for
+`drain_timeout` seconds at most. Then, or at SIGINT, or at a second SIGTERM, it ends: no new connections, requests that
+are still open end with an error event, the engine's process is gone before `serve` returns. One more signal waits for
+nobody's last bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 import threading
@@ -26,11 +29,15 @@ from sol.engine.process import ProcessClient
 from sol.engine.types import EngineInfo
 from sol.errors import ConfigError
 from sol.models.source import resolve
+from sol.server.background import run_in_background
 from sol.server.config import ServerConfig
 from sol.server.routes import create_app
 from sol.server.state import ServedModel, ServerState
+from sol.server.supervisor import Supervisor
 from sol.text.chat_template import ChatTemplate, load_chat_template
 from sol.text.tokenizer import Tokenizer, end_token_ids
+
+logger = logging.getLogger("sol.server")
 
 _BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 75
@@ -93,33 +100,50 @@ async def _serve(
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    loading = _start_loading(config)
+    loading = run_in_background(lambda: _load(config), lambda loaded: loaded.client.close(), name="model-loading")
     stopping = asyncio.create_task(state.stopping.wait())
-    engine: AsyncEngine | None = None
+    draining = asyncio.create_task(_drain(state))
+    supervisor: Supervisor | None = None
+    supervising: asyncio.Task[None] | None = None
     try:
         with _signals(state, server):
             first: list[asyncio.Future[Any]] = [serving, loading, stopping]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loaded = loading.result()
-                engine = AsyncEngine(loaded.client)
-                state.set_ready(loaded.served_by(engine))
+                served = loaded.served_by(AsyncEngine(loaded.client))
+                supervisor = Supervisor(state, served, lambda: ProcessClient(config.engine))
+                supervising = asyncio.create_task(supervisor.run())
+                state.set_ready(served)
                 if on_ready is not None:
                     seconds = time.monotonic() - started
-                    on_ready(ServerReady(url=url, model_names=config.model_names, info=engine.info, seconds=seconds))
+                    ready = ServerReady(url=url, model_names=config.model_names, info=served.info, seconds=seconds)
+                    on_ready(ready)
                 await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+            state.drain()
             state.stopping.set()
             server.should_exit = True
             await serving
-            return 0 if engine is None or engine.dead is None else 1
+            return 0 if supervisor is None or supervisor.engine.dead is None else 1
     finally:
         state.stopping.set()
         server.should_exit = True
-        stopping.cancel()
         loading.cancel()
-        await asyncio.gather(serving, stopping, return_exceptions=True)
-        if engine is not None:
-            await asyncio.to_thread(engine.close)
+        tasks = [task for task in (stopping, draining, supervising) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(serving, *tasks, return_exceptions=True)
+        if supervisor is not None:
+            await asyncio.to_thread(supervisor.engine.close)
+
+
+async def _drain(state: ServerState) -> None:
+    await state.draining.wait()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(state.wait_until_idle(), state.config.drain_timeout)
+    if not state.stopping.is_set() and state.num_open:
+        logger.warning("%d requests were open after %g s of draining", state.num_open, state.config.drain_timeout)
+    state.stopping.set()
 
 
 class _HttpServer(uvicorn.Server):
@@ -140,10 +164,17 @@ def _signals(state: ServerState, server: uvicorn.Server) -> Iterator[None]:
     def stop() -> None:
         if state.stopping.is_set():
             server.force_exit = True
+        state.drain()
         state.stopping.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+    def drain() -> None:
+        if state.draining.is_set() or not state.is_loaded:
+            stop()
+        else:
+            state.drain()
+
+    loop.add_signal_handler(signal.SIGINT, stop)
+    loop.add_signal_handler(signal.SIGTERM, drain)
     try:
         yield
     finally:
@@ -181,37 +212,6 @@ def _load(config: ServerConfig) -> _Loaded:
         longest_token=max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)),
         client=ProcessClient(config.engine),
     )
-
-
-def _start_loading(config: ServerConfig) -> asyncio.Future[_Loaded]:
-    """Load in a daemon thread, which nothing waits for when the process ends. Cancel the future to leave it: then the
-    engine is closed as soon as it is there."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_Loaded] = loop.create_future()
-
-    def settle(loaded: _Loaded | None, error: BaseException | None) -> None:
-        if not future.done():
-            if loaded is not None:
-                future.set_result(loaded)
-            elif error is not None:
-                future.set_exception(error)
-        elif loaded is not None:
-            loaded.client.close()
-
-    def run() -> None:
-        loaded, error = None, None
-        try:
-            loaded = _load(config)
-        except BaseException as raised:
-            error = raised
-        try:
-            loop.call_soon_threadsafe(settle, loaded, error)
-        except RuntimeError:  # the loop is closed: the server has ended meanwhile
-            if loaded is not None:
-                loaded.client.close()
-
-    threading.Thread(target=run, name="model-loading", daemon=True).start()
-    return future
 
 
 def _bind(host: str, port: int) -> socket.socket:

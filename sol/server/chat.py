@@ -17,6 +17,7 @@ from sol.server.params import chat_params
 from sol.server.parsing import parse_body
 from sol.server.prompts import check_length, encode, render_chat
 from sol.server.protocol import ChatBody
+from sol.server.scheduling import scheduling_of
 from sol.server.segments import segments_field
 from sol.server.speculation import speculation_params
 from sol.server.state import ServedModel, ServerState
@@ -33,6 +34,7 @@ async def chat_completions(request: Request) -> Response:
     params = chat_params(body)
     params.check_vocabulary(model.info.vocab_size)
     speculation = speculation_params(body, model.info.drafters)
+    scheduling = scheduling_of(request, body, state)
     text = await render_chat(
         model,
         body.messages,
@@ -41,11 +43,11 @@ async def chat_completions(request: Request) -> Response:
     )
     token_ids = await encode(model, text, add_special_tokens=bool(body.add_special_tokens), param="messages")
     check_length(model, len(token_ids), params, param="messages")
-    choices = make_choices(state, model, [token_ids], params, speculation)
+    choices = make_choices(state, model, [token_ids], params, speculation, scheduling)
     chat = _Chat(state, model, choices, name)
     if body.stream:
         return EventStream(state, chat.events(StreamUsage(body.stream_options)))
-    return JSONResponse(await run_until_disconnect(state, request.receive, chat.complete()))
+    return JSONResponse(await run_until_disconnect(state, request.receive, chat.complete(), scheduling.deadline))
 
 
 class _Chat:

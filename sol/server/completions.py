@@ -29,6 +29,7 @@ from sol.server.params import completion_params, echoes_only
 from sol.server.parsing import parse_body
 from sol.server.prompts import check_length, check_token_ids, encode
 from sol.server.protocol import CompletionBody
+from sol.server.scheduling import scheduling_of
 from sol.server.segments import PROMPT, Segment, segments_field
 from sol.server.speculation import speculation_params
 from sol.server.state import ServedModel, ServerState
@@ -45,14 +46,15 @@ async def completions(request: Request) -> Response:
     params = completion_params(body)
     params.check_vocabulary(model.info.vocab_size)
     speculation = speculation_params(body, model.info.drafters)
+    scheduling = scheduling_of(request, body, state)
     check_num_choices(len(body.prompt), params)
     prompts = await _encode_prompts(model, body, params)
-    choices = make_choices(state, model, prompts, params, speculation)
+    choices = make_choices(state, model, prompts, params, speculation, scheduling)
     echoed = _echo(model, body, prompts) if body.echo else None
     completion = _Completion(state, model, choices, echoed, name, body)
     if body.stream:
         return EventStream(state, completion.events(StreamUsage(body.stream_options)))
-    return JSONResponse(await run_until_disconnect(state, request.receive, completion.complete()))
+    return JSONResponse(await run_until_disconnect(state, request.receive, completion.complete(), scheduling.deadline))
 
 
 async def _encode_prompts(model: ServedModel, body: CompletionBody, params: SamplingParams) -> list[list[int]]:

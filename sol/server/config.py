@@ -25,6 +25,17 @@ class ServerConfig:
     """Seconds without a word from the engine, while requests are open, after which `/live` says 503."""
     shutdown_timeout: float = 5.0
     """Seconds that open connections get to take their last bytes when the server stops."""
+    drain_timeout: float = 25.0
+    """Seconds that open requests get to finish after SIGTERM; 0: none."""
+    max_queue_len: int = 4096
+    """Most requests that wait for a place in the batch; more are turned away."""
+    restart_engine: int = 0
+    """How often in ten minutes an engine that died or hangs is started again; 0: never."""
+    allowed_origins: tuple[str, ...] = ()
+    """Of web pages that may call the API from a browser (CORS); "*" allows all, none allows only the server's own."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -45,6 +56,20 @@ class ServerConfig:
         for name in ("stall_timeout", "shutdown_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be more than 0 seconds, not {getattr(self, name)}", param=name)
+        if not 0 <= self.drain_timeout <= 86400:
+            raise ConfigError(
+                f"drain_timeout must be 0 (do not wait) to 86400 seconds, not {self.drain_timeout}",
+                param="drain_timeout",
+            )
+        for name, least in (("max_queue_len", 1), ("restart_engine", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}", param=name)
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError(
+                "allow_credentials needs allowed_origins that are named: with '*' any page could use what a visitor's "
+                "browser knows",
+                param="allow_credentials",
+            )
         if self.engine.skip_tokenizer_init:
             raise ConfigError(
                 "skip_tokenizer_init cannot be used by a server, which speaks text; use it with sol.LLM",

@@ -22,6 +22,7 @@ _HTTP_ERRORS = {
     404: ("not_found_error", "unknown_url"),
     405: ("invalid_request_error", "method_not_allowed"),
     413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "unsupported_media_type"),
 }
 
 
@@ -50,6 +51,8 @@ def error_response(error: Exception) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, SolError) and error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
+    if isinstance(error, SolError) and error.should_retry is not None:
+        headers["x-should-retry"] = str(error.should_retry).lower()
     if isinstance(error, HTTPException):
         headers.update(error.headers or {})
     return JSONResponse(error_body(error), error_status(error), headers)

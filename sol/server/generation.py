@@ -21,9 +21,10 @@ from sol.engine.types import (
     SpeculationUsage,
     TokenLogprobs,
 )
-from sol.errors import EngineDeadError, RequestError, SolError
+from sol.errors import DeadlineExceededError, EngineDeadError, RequestError, SolError
 from sol.sampling_params import SamplingParams
 from sol.server.metrics import Metrics, Timeline
+from sol.server.scheduling import Scheduling
 from sol.server.segments import Segment, Segments
 from sol.server.speculation import usage_fields
 from sol.server.state import ServedModel, ServerState, shutting_down
@@ -129,6 +130,7 @@ def make_choices(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     speculation: SpeculationParams | None,
+    scheduling: Scheduling,
 ) -> list[Choice]:
     """`params.n` choices of each prompt; the index in the response is prompt × n + choice.
 
@@ -148,6 +150,9 @@ def make_choices(
                 choice_index=choice_index,
                 eos_token_ids=list(model.eos_token_ids),
                 speculation=speculation,
+                priority=scheduling.priority,
+                deadline=scheduling.deadline,
+                cache_salt=scheduling.cache_salt,
             )
             detokenizer = Detokenizer(model.tokenizer, params, token_ids, stops=stops)
             usage = SpeculationUsage() if model.info.drafters else None
@@ -244,6 +249,8 @@ async def _run(model: ServedModel, metrics: Metrics, choice: Choice) -> AsyncGen
 def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutput:
     """Raises the error that the engine ended the choice with."""
     if output.finish_reason == "error":
+        if output.deadline_exceeded:
+            raise DeadlineExceededError(output.error or "the request could not be answered by its deadline")
         raise SolError(output.error or "the engine could not answer this request")
     if output.finish_reason == "abort":  # not by us: we would not be listening
         raise shutting_down()

@@ -26,6 +26,11 @@ async def ready(request: Request) -> Response:
     return JSONResponse({"status": "ok"}) if reason is None else error_response(reason)
 
 
+async def load(request: Request) -> Response:
+    """vLLM's: how many requests for work are open."""
+    return JSONResponse({"server_load": request.app.state.sol.num_open})
+
+
 async def version(_request: Request) -> Response:
     return JSONResponse({"version": __version__})
 

@@ -100,7 +100,7 @@ class Metrics:
 
     def set_engine(self, info: EngineInfo) -> None:
         """The engine is there. One that speculates adds metrics."""
-        if info.drafters:
+        if info.drafters and self._speculation is None:  # not again when the engine is started again
             self._speculation = SpeculationMetrics(
                 self.registry, self._model_name, info.drafters, info.num_speculative_tokens
             )

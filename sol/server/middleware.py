@@ -48,6 +48,20 @@ class RequestIdMiddleware:
             await error_response(error)(scope, receive, send_with_id)
 
 
+class WorkMiddleware:
+    """Count the open requests for work, which a server that drains waits for."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(_PROTECTED):
+            with scope["app"].state.sol.open_request():
+                await self._app(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
 class ApiKeyMiddleware:
     """Ask for `Authorization: Bearer KEY` on everything that costs work or tells of the model. Health, version and
     metrics stay open: probes and scrapers have no keys."""

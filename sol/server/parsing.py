@@ -31,9 +31,11 @@ _EXPECTED = {
 
 
 async def parse_body(request: Request, body_type: type[BodyT]) -> BodyT:
-    """Raises `RequestError` naming the field, or HTTP 413."""
-    limit = request.app.state.sol.config.max_body_bytes
-    data = await _read(request, limit)
+    """Raises `RequestError` naming the field, HTTP 413 or 415, `EngineNotReadyError` if the server stops meanwhile."""
+    _check_content_type(request)
+    state = request.app.state.sol
+    with state.reading_body():
+        data = await _read(request, state.config.max_body_bytes)
     if len(data) <= _LARGE_BODY:
         return parse(data, body_type)
     return await asyncio.to_thread(parse, data, body_type)
@@ -51,6 +53,15 @@ def parse(data: bytes, body_type: type[BodyT]) -> BodyT:
         return body_type.model_validate(fields)
     except ValidationError as error:
         raise _as_request_error(error) from None
+
+
+def _check_content_type(request: Request) -> None:
+    # A page of any origin can make a browser post other types without asking first; vLLM is as strict.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HTTPException(
+            415, f"the body must be JSON and say so: send the header 'Content-Type: application/json', not {kind!r:.80}"
+        )
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -120,6 +120,9 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationOptions | None = None
+    priority: int | None = None
+    service_tier: str | None = None
+    cache_salt: str | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -176,12 +179,10 @@ HARMLESS: dict[str, Callable[[Any], bool]] = {
     "prompt_cache_retention": _anything,
     "parallel_tool_calls": _anything,
     "store": _one_of(None, False),
-    "service_tier": _one_of(None, "auto", "default"),
     "response_format": _one_of(None, {"type": "text"}),
     "modalities": _one_of(None, ["text"]),
     "tool_choice": _one_of(None, "none"),
     "function_call": _one_of(None, "none"),
-    "priority": _one_of(None, 0),
     "length_penalty": _one_of(None, 1.0, 1),
     "suffix": _one_of(None, ""),
     "spaces_between_special_tokens": _one_of(None, True),
@@ -197,7 +198,7 @@ _UNSUPPORTED = (
     "use_beam_search", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
     "guided_whitespace_pattern", "structured_outputs", "structural_tag", "chat_template", "documents",
     "continue_final_message", "mm_processor_kwargs", "return_tokens_as_token_ids", "return_token_ids", "echo",
-    "include_reasoning", "thinking_token_budget", "kv_transfer_params", "vllm_xargs", "request_id", "cache_salt",
+    "include_reasoning", "thinking_token_budget", "kv_transfer_params", "vllm_xargs", "request_id",
     "prompt_embeds", "repetition_detection", "media_io_kwargs", "lora_request", "top_logprobs", "logprobs", "best_of",
     "max_completion_tokens", "add_generation_prompt",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
@@ -12,8 +13,9 @@ from sol.errors import SolError
 from sol.server import health, models
 from sol.server.chat import chat_completions
 from sol.server.completions import completions
+from sol.server.config import ServerConfig
 from sol.server.errors import handle_disconnect, handle_error, handle_http_exception
-from sol.server.middleware import ApiKeyMiddleware, RequestIdMiddleware
+from sol.server.middleware import ApiKeyMiddleware, RequestIdMiddleware, WorkMiddleware
 from sol.server.page import page
 from sol.server.state import ServerState
 from sol.server.tokenize import detokenize, tokenize
@@ -35,10 +37,13 @@ def create_app(state: ServerState) -> Starlette:
             Route("/health", health.ready),
             Route("/ping", health.ready),
             Route("/version", health.version),
+            Route("/load", health.load),
             Route("/metrics", health.scrape),
         ],
         middleware=[
             Middleware(RequestIdMiddleware),
+            *_cors(state.config),
+            Middleware(WorkMiddleware),
             Middleware(ApiKeyMiddleware, state.config.api_keys),
         ],
         exception_handlers={
@@ -50,3 +55,19 @@ def create_app(state: ServerState) -> Starlette:
     app.router.redirect_slashes = False
     app.state.sol = state
     return app
+
+
+def _cors(config: ServerConfig) -> list[Middleware]:
+    """Before the API key is asked for: browsers ask what is allowed without one."""
+    if not config.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sol.engine.async_engine import AsyncEngine
 from sol.engine.types import EngineInfo
-from sol.errors import EngineDeadError, EngineNotReadyError, SolError, UnknownModelError
+from sol.errors import EngineDeadError, EngineNotReadyError, QueueFullError, SolError, UnknownModelError
 from sol.seeds import SeedSource
 from sol.server.config import ServerConfig
 from sol.server.metrics import Metrics
@@ -31,7 +33,7 @@ class ServedModel:
 
 
 class ServerState:
-    """loading → ready → stopping; dead when the engine is. Lives in the event loop's thread."""
+    """loading → ready → draining → stopping; dead when the engine is. Lives in the event loop's thread."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -40,15 +42,73 @@ class ServerState:
         self.created = int(time.time())
         self.stopping = asyncio.Event()
         """Set when the server stops: open requests end with an error, new ones are turned away."""
+        self.draining = asyncio.Event()
+        """Set when it is about to: new requests are turned away, open ones go on."""
+        self.restarting = False
+        """The engine is dead, and somebody is about to start it again."""
+        self.num_open = 0
+        """Requests for work that have not been answered, whole."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._reading: set[asyncio.Task[object]] = set()
+        """Tasks that wait for the rest of a body."""
         self._served: ServedModel | None = None
 
     def set_ready(self, served: ServedModel) -> None:
+        """The engine is there, for the first time or again."""
+        self.restarting = False
         self.metrics.set_engine(served.info)
         served.engine.add_stats_listener(self.metrics.observe_stats)
         if served.info.drafters:
             log = SpeculationLog(asyncio.get_running_loop().call_later)
             served.engine.add_stats_listener(log.observe)
         self._served = served
+
+    @contextlib.contextmanager
+    def open_request(self) -> Iterator[None]:
+        """While it is answered."""
+        self.num_open += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+            if not self.num_open:
+                self._idle.set()
+
+    async def wait_until_idle(self) -> None:
+        await self._idle.wait()
+
+    @contextlib.contextmanager
+    def reading_body(self) -> Iterator[None]:
+        """While a body comes: a server that drains does not wait for the rest. Raises `EngineNotReadyError` then."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._reading.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task in self._reading:
+                raise
+            task.uncancel()  # it was `drain`
+            raise shutting_down() from None
+        finally:
+            self._reading.discard(task)
+
+    def drain(self) -> None:
+        """Turn new work away, and work of which only a part has come."""
+        self.draining.set()
+        reading, self._reading = self._reading, set()
+        for task in reading:
+            task.cancel()
+
+    def check_queue(self) -> None:
+        """Raise `QueueFullError` if as many requests wait as may."""
+        model, most = self.model, self.config.max_queue_len
+        # What the engine said last, and what it has been given: either may be the better account.
+        waiting = max(model.engine.stats.num_waiting, model.engine.num_open - model.info.max_num_seqs)
+        if waiting >= most:
+            raise QueueFullError(f"{waiting} requests wait already, and at most {most} may; try again later")
 
     @property
     def is_loaded(self) -> bool:
@@ -69,15 +129,17 @@ class ServerState:
 
     def why_not_ready(self) -> SolError | None:
         """None when work is welcome."""
-        if self.stopping.is_set():
+        if self.stopping.is_set() or self.draining.is_set():
             return shutting_down()
         if self._served is None:
             return EngineNotReadyError("the model is still loading; try again in a few seconds")
+        if self.restarting:
+            return EngineNotReadyError("the engine is being started again; try again in a few seconds")
         return self.why_not_alive()
 
     def why_not_alive(self) -> EngineDeadError | None:
         """None unless a restart is what would help."""
-        if self._served is None:
+        if self._served is None or self.restarting:
             return None
         dead = self._served.engine.dead
         if dead is not None:

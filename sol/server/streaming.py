@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from sol.errors import DeadlineExceededError
 from sol.server.errors import error_code, error_event, error_status, report
 from sol.server.state import ServerState, shutting_down
 
@@ -41,20 +43,26 @@ def event(data: object) -> str:
     return f"data: {to_json(data)}\n\n"
 
 
-async def run_until_disconnect(state: ServerState, receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+async def run_until_disconnect(
+    state: ServerState, receive: Receive, work: Coroutine[Any, Any, ResultT], deadline: float | None = None
+) -> ResultT:
     """The result of `work`, which is cancelled as soon as nobody waits for it any more.
 
     The request's body must have been read: what `receive` says next is that the client left. Raises
-    `ClientDisconnect` then, and `EngineNotReadyError` when the server stops.
+    `ClientDisconnect` then, `EngineNotReadyError` when the server stops, and `DeadlineExceededError` at the monotonic
+    second `deadline`.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
     stopping = asyncio.ensure_future(state.stopping.wait())
     tasks: list[asyncio.Future[Any]] = [working, leaving, stopping]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
+        if not (leaving.done() or stopping.done()):
+            raise DeadlineExceededError("the answer was not complete by the request's deadline")
         raise ClientDisconnect if leaving.done() else shutting_down()
     finally:
         for task in tasks:

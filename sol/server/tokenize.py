@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -9,7 +11,10 @@ from sol.errors import RequestError
 from sol.server.parsing import parse_body
 from sol.server.prompts import check_token_ids, encode, render_chat
 from sol.server.protocol import DetokenizeBody, TokenizeBody
-from sol.server.state import ServerState
+from sol.server.state import ServedModel, ServerState
+
+_MANY_TOKENS = 1024
+"""Above which turning them into text leaves the event loop."""
 
 
 async def tokenize(request: Request) -> Response:
@@ -55,7 +60,14 @@ async def detokenize(request: Request) -> Response:
     model = state.model
     body = await parse_body(request, DetokenizeBody)
     state.check_model_name(body.model)
-    if any(token_id < 0 for token_id in body.tokens):
-        raise RequestError(f"tokens must be token ids (at least 0), not {min(body.tokens)}", param="tokens")
-    check_token_ids(model, body.tokens, param="tokens")
-    return JSONResponse({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    if len(body.tokens) <= _MANY_TOKENS:
+        return _detokenize(model, body.tokens)
+    return await asyncio.to_thread(_detokenize, model, body.tokens)
+
+
+def _detokenize(model: ServedModel, token_ids: list[int]) -> Response:
+    lowest = min(token_ids, default=0)
+    if lowest < 0:
+        raise RequestError(f"tokens must be token ids (at least 0), not {lowest}", param="tokens")
+    check_token_ids(model, token_ids, param="tokens")
+    return JSONResponse({"prompt": model.tokenizer.decode(token_ids, skip_special_tokens=False)})

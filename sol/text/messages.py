@@ -26,7 +26,10 @@ def _flatten_message(message: Mapping[str, Any], path: str) -> dict[str, Any]:
         raise RequestError(
             f"{path}.role must be one of {', '.join(_ROLES)}, not {str(role)[:80]!r}", param=f"{path}.role"
         )
-    flat: dict[str, Any] = {"role": _ROLES[role], "content": _flatten_content(message.get("content"), path)}
+    content = message.get("content")
+    if content is None and role == "assistant" and "content" in message:
+        content = ""  # an answer without a text, sent back as it came
+    flat: dict[str, Any] = {"role": _ROLES[role], "content": _flatten_content(content, path)}
     for key, value in message.items():
         if key in ("role", "content"):
             continue

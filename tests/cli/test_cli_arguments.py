@@ -39,6 +39,7 @@ def test_flags_reach_the_configuration() -> None:
         "--block-size", "32", "--cpu-kernels", "portable", "--kv-cache-dtype", "int8", "--quantization", "int4",
         "--no-enable-prefix-caching", "--seed", "-3", "--speculative-model", "org/small",
         "--num-speculative-tokens", "5", "--speculative-config", '{"method": "ngram+draft_model"}',
+        "--scheduling-policy", "priority", "--priority-aging-seconds", "2.5",
     )  # fmt: skip
     expected = EngineConfig(
         model="org/name", load_format="dummy", dtype="bfloat16", device="cpu", max_model_len=4096, max_num_seqs=7,
@@ -46,6 +47,7 @@ def test_flags_reach_the_configuration() -> None:
         kv_cache_memory_bytes=3 * 2**29, block_size=32, cpu_kernels="portable", kv_cache_dtype="int8",
         quantization="int4", enable_prefix_caching=False, seed=-3,
         speculative_model="org/small", num_speculative_tokens=5, speculative_config={"method": "ngram+draft_model"},
+        scheduling_policy="priority", priority_aging_seconds=2.5,
     )  # fmt: skip
     assert engine_config(args) == expected
     plain = EngineConfig()
@@ -221,3 +223,45 @@ def test_an_unknown_flag_is_refused_and_none_is_abbreviated(capsys: pytest.Captu
             main(words)
         assert exit_.value.code == 2
     assert "'x' is not a whole number" in capsys.readouterr().err
+
+
+def test_how_a_server_lives_and_who_may_call_it(tmp_path: Path) -> None:
+    config = server_config(
+        parse(
+            "serve",
+            "--allowed-origins",
+            "https://a",
+            "https://b",
+            "--allowed-methods",
+            '["GET", "POST"]',
+            "--allowed-headers",
+            "authorization",
+            "--allow-credentials",
+            "--max-queue-len",
+            "1k",
+            "--drain-timeout",
+            "1.5",
+            "--restart-engine",
+            "3",
+        )
+    )
+    assert config.allowed_origins == ("https://a", "https://b")
+    assert config.allowed_methods == ("GET", "POST")
+    assert config.allowed_headers == ("authorization",)
+    assert config.allow_credentials
+    assert (config.max_queue_len, config.drain_timeout, config.restart_engine) == (1000, 1.5, 3)
+    file = tmp_path / "serve.yaml"
+    file.write_text("allowed_origins: ['*']\ndrain_timeout: 0\nallow_credentials: false\n")
+    config = server_config(parse("serve", "--config", str(file)))
+    assert (config.allowed_origins, config.drain_timeout) == (("*",), 0)
+    cases = {
+        "drain_timeout": "drain_timeout: long",
+        "allow_credentials": "allow_credentials: 1",
+        "restart_engine": "restart_engine: true",
+        "allowed_origins": "allowed_origins: ['[1']",
+    }
+    for param, text in cases.items():
+        file.write_text(text)
+        with pytest.raises(ConfigError) as error:
+            server_config(parse("serve", "--config", str(file)))
+        assert error.value.param == param

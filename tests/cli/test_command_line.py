@@ -84,6 +84,18 @@ def test_a_reader_who_leaves_is_no_traceback() -> None:
     assert done.stderr == ""
 
 
+def test_a_full_disk_is_no_traceback() -> None:
+    program = (
+        "import sys; from sol.cli import main, pull; pull.run = lambda args: print('x') or 0; sys.exit(main(['pull']))"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr == "sol: error: the output cannot be written: No space left on device\n"
+
+
 def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -9,6 +9,7 @@ from token_runner import VOCAB_SIZE, TokenRunner, expected_output, make_config, 
 
 from sol.engine.core import EngineCore
 from sol.engine.deadlines import Deadlines
+from sol.engine.request import Request
 from sol.engine.request import make_request as accept
 from sol.engine.types import EngineRequest, RequestOutput
 
@@ -154,7 +155,7 @@ def test_what_could_not_be_answered_even_at_full_speed_is_hopeless_at_once() -> 
     deadlines.observe(1, 1e-9)  # too small a step to tell anything
     deadlines.observe(100, 1.0)
     deadlines.observe(100, 2.0)
-    requests = {}
+    requests: dict[str, Request] = {}
     for name, seconds in (("hopeless", 0.2), ("found", 0.2), ("in time", 0.5)):
         wanted = make_request(name, [1] * 30)
         wanted.deadline = 100.0 + seconds
