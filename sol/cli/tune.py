@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _NUM_TEXTS = 24
 """On which lossy configurations are compared."""
+_SEVERAL_DEVICES = {f"{flag}-parallel-size" for flag in ("--tensor", "--pipeline", "--data")} | {"-tp", "-pp", "-dp"}
+"""Flags of engines that take more devices than one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,6 +183,7 @@ def _real(args: argparse.Namespace, goal: Goal) -> _Plan:
     from sol.cli.machine import inspect_machine
     from sol.tune.engines import Target, Variation, default_config, engine_space, serve_options, split_words
     from sol.tune.machine import inspect
+    from sol.tune.roofline import Machine
     from sol.tune.servers import ServerRunner
 
     names = {item.name for item in dataclasses.fields(BenchOptions) if item.init} - {"num_requests", "slo"}
@@ -190,9 +193,13 @@ def _real(args: argparse.Namespace, goal: Goal) -> _Plan:
     extra = split_words(args.engine_args or "")
     target = Target(engine=args.engine or "sol", model=chosen_model(args), extra_args=extra, program=args.program)
     own = inspect_machine()
+    flags = {word.partition("=")[0] for word in extra}
     machine = inspect(
-        on_cpu="cpu" in extra, memory_bytes=min(own.memory_bytes, own.memory_limit_bytes or own.memory_bytes)
+        on_cpu="cpu" in extra or "--device=cpu" in extra,
+        memory_bytes=min(own.memory_bytes, own.memory_limit_bytes or own.memory_bytes),
     )
+    if flags & _SEVERAL_DEVICES:  # how many, the engine knows; bounds of one device would exclude what can be
+        machine = dataclasses.replace(machine, limits=Machine())
     if args.memory_bandwidth is not None:
         machine = dataclasses.replace(
             machine, limits=dataclasses.replace(machine.limits, bandwidth=args.memory_bandwidth * 1e9)

@@ -21,6 +21,7 @@ from sol.models.config import load_model_config
 from sol.models.source import resolve
 from sol.tune import Search, TuneResult, tune
 from sol.tune.engines import Target, Variation, default_config, engine_space, serve_options
+from sol.tune.machine import inspect
 from sol.tune.output import command_line, to_json, to_yaml
 from sol.tune.report import to_html
 from sol.tune.roofline import Machine, Roofline
@@ -105,7 +106,7 @@ def test_the_roofline_excludes_what_cannot_be_and_nothing_else(talking_llama: Pa
     model = load_model_config(resolve(str(talking_llama)))
     fits = Roofline(model=model, machine=Machine(), slo=parse_slo("tpot_p95<10ms"))
     config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "speculation": "off"}
-    stored = 4.0 * fits.parameters()
+    stored = 2.0 * fits.parameters()
     assert fits.refuses(config) is None, "nothing is known of the machine"
     assert fits.most(config) == float("inf")
     small = Roofline(model=model, machine=Machine(memory_bytes=0.9 * stored), slo=fits.slo)
@@ -115,16 +116,73 @@ def test_the_roofline_excludes_what_cannot_be_and_nothing_else(talking_llama: Pa
     def at(bandwidth: float) -> Roofline:
         return Roofline(model=model, machine=Machine(bandwidth=bandwidth), slo=fits.slo)
 
-    slow = at(fits.weight_bytes(config, reading=True) / 0.02)  # 20 ms to read all weights, of 10 allowed
+    slow = at(fits.weight_bytes(config, reading=True) / 0.018)  # 18 ms to read all weights, of 10 allowed
     assert "TPOT p95 < 10 ms cannot be" in (slow.refuses(config) or "")
     assert slow.refuses({**config, "speculation": {"method": "ngram", "num_speculative_tokens": 4}}) is None
     assert slow.refuses({**config, "quantization": "int8"}) is None
     slow.output_tokens = 100.0
-    assert slow.most(config) == pytest.approx(1.5 * 8 / 0.02 / 100)
+    assert slow.most(config) == pytest.approx(1.5 * 8 / 0.018 / 100)
     with pytest.raises(ConfigError, match="bandwidth must be"):
         Machine(bandwidth=0.0)
-    assert Machine.of_gpu("NVIDIA H200", 1e11, 2).bandwidth == 9.6e12
-    assert Machine.of_gpu("something new", 1e11).bandwidth is None
+
+
+def test_what_is_split_among_devices_has_the_memory_and_the_bandwidth_of_all(talking_llama: Path) -> None:
+    model, slo = load_model_config(resolve(str(talking_llama))), parse_slo("tpot_p95<10ms")
+    config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "speculation": "off"}
+    probe = Roofline(model=model, machine=Machine(), slo=slo)
+    weights = probe.weight_bytes(config, reading=True)
+    one = Roofline(model=model, slo=slo, machine=Machine(memory_bytes=0.6 * probe.least_bytes(config),
+                                                         bandwidth=weights / 0.015, operations=1e12))  # fmt: skip
+    assert "at least" in (one.refuses(config) or "")
+    two = {**config, "tensor_parallel_size": 2}
+    assert one.refuses(two) is None
+    one.output_tokens = 100.0
+    assert one.most(two) == pytest.approx(2 * one.most(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth"),
+    [
+        ("NVIDIA H200", 4.8e12),
+        ("NVIDIA H100 80GB HBM3", 3.36e12),
+        ("NVIDIA H100 NVL", 3.94e12),
+        ("NVIDIA A100-SXM4-80GB", 2.04e12),
+        ("NVIDIA A10G", 0.601e12),
+        ("NVIDIA L40", 0.864e12),
+        ("NVIDIA L4", 0.301e12),
+        ("Tesla V100S-PCIE-32GB", 1.14e12),
+        ("NVIDIA GeForce RTX 3090 Ti", 1.01e12),
+        ("NVIDIA GB200", None),
+        ("NVIDIA RTX A1000", None),
+        ("something new", None),
+    ],
+)
+def test_gpus_are_known_by_their_whole_names(name: str, bandwidth: float | None) -> None:
+    assert Machine.of_gpu(name, 1e11).bandwidth == bandwidth
+
+
+@pytest.mark.parametrize(
+    ("words", "visible", "found"),
+    [
+        ("", None, ("NVIDIA L4", False, True)),
+        ("", "1", ("NVIDIA L4", False, True)),
+        ("", "MIG-7a", ("", False, False)),  # a GPU there is, but what of it is ours nobody says
+        ("exit 9", None, ("", True, True)),
+        ("", "-1", ("", True, True)),
+    ],
+)
+def test_what_gpu_there_is(
+    words: str, visible: str | None, found: tuple[str, bool, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\n{words}\ncase "$*" in *MIG*) exit 6;; esac\necho "NVIDIA L4, 23034"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    machine = inspect(on_cpu=False, memory_bytes=10**9)
+    assert (machine.name, machine.on_cpu, machine.limits.memory_bytes is not None) == found
 
 
 @pytest.fixture(scope="module")
