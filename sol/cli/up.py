@@ -14,7 +14,7 @@ from sol.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    gateway.add_arguments(parser)
+    gateway.add_file_arguments(parser)
     parser.add_argument(
         "--log-dir", type=Path, default=Path("logs"), metavar="DIR",
         help="where each engine's output goes, appended to NAME.log (default: ./logs)",

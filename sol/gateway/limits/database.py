@@ -116,14 +116,16 @@ class Database:
     async def run(self, work: Callable[[AsyncConnection], Awaitable[_Result]]) -> _Result:
         """`work` in a transaction. Raises `DatabaseAwayError`; what is wrong with the values themselves is raised as
         SQLAlchemy's DataError or IntegrityError."""
+        making_tables = not self._has_tables
         try:
             # Drivers have time-outs of their own, and not for everything: a host that takes packets and says nothing.
             async with asyncio.timeout(2 * self._timeout), self._engine.begin() as connection:
-                if not self._has_tables:
+                if making_tables:
                     await connection.run_sync(metadata.create_all)
+                    making_tables = False
                 result = await work(connection)
         except (DataError, IntegrityError) as error:
-            if not self._has_tables:  # two gateways made the tables at once
+            if making_tables:  # so was another gateway, at the same time
                 raise self._is_away(error) from None
             raise
         except (SQLAlchemyError, OSError, TimeoutError) as error:
