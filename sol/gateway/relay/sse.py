@@ -17,6 +17,7 @@ _DONE: Final = re.compile(rb"(?:^|\n)data: ?\[DONE\]")
 """At the beginning of a line: within an answer's text, line breaks are escaped."""
 _RUNNING: Final = re.compile(rb', ?"usage": ?\{[^{}]*\}\}(\r?\n\r?\n)')
 """The usage at the end of a chunk."""
+_COMMA: Final = ord(",")
 _NO_CHOICES: Final = (b'"choices":[]', b'"choices": []')
 _ERROR: Final = (b'data: {"error"', b'data:{"error"', b'data: {"object":"error"', b'data: {"object": "error"')
 MAX_EVENT_BYTES: Final = 16 * 2**20
@@ -103,30 +104,42 @@ class EventScanner:
         """Raises ValueError for what cannot be a stream of events."""
         if self._rest:
             data = self._rest + data
-        end = data.rfind(b"\n\n") + 2
-        crlf = data.rfind(b"\r\n\r\n") + 4
-        end = max(end if end > 1 else 0, crlf if crlf > 3 else 0)
-        if end != len(data):
+        if data.endswith(b"\n\n"):  # nearly always
+            self._rest = b""
+        else:
+            end = data.rfind(b"\n\n") + 2
+            crlf = data.rfind(b"\r\n\r\n") + 4
+            end = max(end if end > 1 else 0, crlf if crlf > 3 else 0)
             self._rest = data[end:]
             if len(self._rest) > MAX_EVENT_BYTES:
                 raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
             data = data[:end]
-        else:
-            self._rest = b""
-        if not data:
-            return data
-        self.num_events += data.count(b"\n\n") or data.count(b"\r\n\r\n")
+            if not data:
+                return data
+        number = data.count(b"\n\n") or data.count(b"\r\n\r\n")
+        self.num_events += number
+        # One search each for what is rarely there, before those that look closer.
         if b"[DONE]" in data and _DONE.search(data):
             self.done = True
-        if _NO_CHOICES[0] in data or _NO_CHOICES[1] in data:
+        if b'"error"' in data and any(mark in data for mark in _ERROR):
+            self.failed = True
+        if b"[]" in data and any(mark in data for mark in _NO_CHOICES):
             return self._without_usage(data)
-        for mark in _ERROR:
-            if mark in data:
-                self.failed = True
         if self.usage is None:
             # The end may come alone, after the chunk that has the usage.
             self._last = self._last + data if self.done else data
-        return _RUNNING.sub(self._nothing, data) if self._hide_running else data
+        if not self._hide_running:
+            return data
+        return self._without_running(data) if number == 1 else _RUNNING.sub(self._nothing, data)
+
+    def _without_running(self, event: bytes) -> bytes:
+        """Of one event, what `_RUNNING.sub` makes of it, without searching all of it."""
+        at = event.rfind(b'"usage"')
+        if at < 2:
+            return event
+        start = at - 1 if event[at - 1] == _COMMA else at - 2
+        found = _RUNNING.match(event, start)
+        return event if found is None else event[:start] + found.expand(self._nothing) + event[found.end() :]
 
     def without_done(self, data: bytes) -> bytes:
         return b"".join(event for event in _events(data) if not _DONE.match(event))
