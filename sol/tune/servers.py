@@ -99,7 +99,10 @@ class ServerRunner:
             return None
         lossless = {p.name: p.lossless if p.lossy else config[p.name] for p in self._space.parameters}
         if self._base is None:
-            self._base = await self._positions(lossless)
+            try:
+                self._base = await self._positions(lossless)
+            except TrialCrash as crash:
+                raise TrialCrash(f"what its answers are to be compared with does not run: {crash}") from None
         if self._base is None:
             return None
         theirs = await self._positions(config)

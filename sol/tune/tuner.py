@@ -185,14 +185,10 @@ class _Tuner:
     async def _try(self, config: Config) -> Trial:
         trial = Trial(number=-1, config=config, outcome="excluded")
         began = time.monotonic()
-        reason = self._excluded(config)
-        if reason is None:
-            trial.kl, reason = await self._quality(config)
-        if reason is not None:
-            trial.reason = reason
+        trial.reason = self._excluded(config) or ""
+        if trial.reason:
             return trial
-        self._watcher.on_begin(self._study.num_started + 1, config)
-        task = asyncio.ensure_future(self._measure(trial))
+        task = asyncio.ensure_future(self._judge(trial))
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -212,6 +208,15 @@ class _Tuner:
             await asyncio.gather(task, stopping, return_exceptions=True)
         trial.seconds = time.monotonic() - began
         return trial
+
+    async def _judge(self, trial: Trial) -> None:
+        """Its answers, which takes servers as well, then its speed. Raises `TrialCrash`."""
+        trial.kl, reason = await self._quality(trial.config)
+        if reason is not None:
+            trial.reason = reason
+            return
+        self._watcher.on_begin(self._study.num_started + 1, trial.config)
+        await self._measure(trial)
 
     def _excluded(self, config: Config) -> str | None:
         reason = self._constraints.excludes(config) or self._runner.refuses(config)

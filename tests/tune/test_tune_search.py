@@ -228,6 +228,21 @@ def test_a_search_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     assert whole.trials == second.trials
 
 
+def test_a_stop_does_not_wait_for_a_divergence() -> None:
+    stop = asyncio.Event()
+
+    class Slow(Troubled):
+        async def divergence(self, config: Config) -> float | None:
+            stop.set()
+            await asyncio.sleep(3600)
+            return 0.0
+
+    result = run(Slow(), space=small_space(**PRECISIONS), trials=30, stop=stop)
+    assert result.interrupted
+    assert result.trials[-1].outcome == "interrupted"
+    assert not any(trial.outcome == "excluded" for trial in result.trials), "nothing was learned of it"
+
+
 def test_crashes_and_divergences_are_remembered(tmp_path: Path) -> None:
     path, space = tmp_path / "search.journal", small_space(**PRECISIONS)
 
