@@ -80,11 +80,11 @@ class LineWriter:
                     lines.append(self._waiting.popleft())
             if lines:
                 data = b"".join(lines)
-                if not self._write(data):
-                    self.lost += len(lines)
+                written = self._write(data)
                 with self._lock:
                     self._size -= len(data)
-            elif self._closing:
+                    self.lost += 0 if written else len(lines)
+            if self._closing and not self._waiting:
                 return
 
     def _write(self, data: bytes) -> bool:
