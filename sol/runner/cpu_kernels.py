@@ -92,7 +92,9 @@ def workspace_bytes(model: ModelConfig, max_num_batched_tokens: int, max_num_seq
     the logits with what sampling makes of them."""
     q_size = model.num_attention_heads * model.head_dim
     kv_size = model.num_key_value_heads * model.head_dim
-    activations = 3 * model.hidden_size + 3 * q_size + 2 * kv_size + 3 * model.intermediate_size
+    activations = (
+        (4 if model.post_norms else 3) * model.hidden_size + 3 * q_size + 2 * kv_size + 3 * model.intermediate_size
+    )
     return 4 * (max_num_batched_tokens * activations + max_num_seqs * 4 * model.vocab_size)
 
 

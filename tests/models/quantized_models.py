@@ -164,7 +164,7 @@ def save_quantized(
             made.scales = packed["weight_scale"].float().numpy()
         weights[name] = made.weight
     config = llama.config.to_dict() | {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [type(llama).__name__],
         "quantization_config": quantization_config,
     }
     made_model = QuantizedLlama(directory, weights, tensors, config)

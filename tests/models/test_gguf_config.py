@@ -194,7 +194,7 @@ def test_gguf_what_is_not_supported_is_named(tmp_path: Path, metadata: dict[str,
 
 def test_gguf_longrope_is_refused(tmp_path: Path) -> None:
     options = GGUFOptions(tensors={"rope_factors_long.weight": np.ones(8, np.float32)})
-    with pytest.raises(UnsupportedModelError, match="rope_factors_long.weight asks for longrope"):
+    with pytest.raises(UnsupportedModelError, match=r"rope_factors_long\.weight asks for longrope"):
         read_gguf(tmp_path, options, family="Phi3")
 
 

@@ -11,7 +11,7 @@ import torch
 from quantized_models import Tensors, awq, compressed, gptq, int_quantized, pack_quantized, save_quantized
 from test_llama import PagedRun, random_tokens
 from tiny_models import GGUFOptions, TinyLlama, gguf_name, make_llama, random_blocks, write_gguf
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, PreTrainedConfig
 
 from sol import LLM, SamplingParams
 from sol.models.checkpoint import open_checkpoint
@@ -33,8 +33,8 @@ class AsStored:
         return stored
 
 
-def transformers_logits(config: LlamaConfig, weights: Tensors) -> torch.Tensor:
-    model = LlamaForCausalLM(config).eval().float()
+def transformers_logits(config: PreTrainedConfig, weights: Tensors) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_config(config).eval().float()
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected
     assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
@@ -106,6 +106,16 @@ def test_logits_of_quantised_safetensors(
     assert [type(part) for part in found] == segments
 
 
+@pytest.mark.parametrize(("family", "theirs"), [("Phi3", Phi3Config), ("Gemma2", Gemma2Config)])
+def test_logits_of_awq_of_other_families(tmp_path: Path, family: str, theirs: type[PreTrainedConfig]) -> None:
+    """Fused matrices and post-norms."""
+    made = save_quantized(
+        tmp_path, awq, {"quant_method": "awq", "bits": 4, "group_size": 128}, model={"family": family}
+    )
+    plain = theirs(**{key: value for key, value in made.config.items() if key != "quantization_config"})
+    assert assert_logits(tmp_path, transformers_logits(plain, made.weights))
+
+
 @pytest.mark.parametrize(
     ("hidden_size", "kinds"),
     [
@@ -132,8 +142,11 @@ def test_logits_of_gguf_files_that_mix_types(tmp_path: Path, hidden_size: int, k
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_logits_of_what_is_quantised_at_load(tiny_llama: Callable[..., TinyLlama], quantization: Any) -> None:
-    tiny = tiny_llama(hidden_size=128, intermediate_size=160)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Phi3"])
+def test_logits_of_what_is_quantised_at_load(
+    tiny_llama: Callable[..., TinyLlama], family: str, quantization: Any
+) -> None:
+    tiny = tiny_llama(hidden_size=128, intermediate_size=160, family=family)
     checkpoint = open_checkpoint(resolve(str(tiny.directory)), quantization)
     weights = {name: checkpoint.load(name, torch.float32) for name in checkpoint.names()}
     found = assert_logits(tiny.directory, transformers_logits(tiny.model.config, weights), quantization)

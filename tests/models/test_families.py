@@ -1,0 +1,65 @@
+"""Whole engines of families that are not Llama: greedy tokens of transformers, drafted or not, on both backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TinyLlama
+
+from sol import LLM, SamplingParams
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {"family": "Gemma2", "sliding_window": 6},
+    "gemma3": {"family": "Gemma3", "sliding_window": 6, "sliding_window_pattern": 2},
+    "phi3": {"family": "Phi3", "sliding_window": 8},
+}
+PROMPTS = [[5 + 3 * i % 300 for i in range(count)] for count in (3, 21)]
+NEW_TOKENS = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+
+
+def transformers_tokens(tiny: TinyLlama, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            tokens.append(int(tiny.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_with_and_without_drafters(
+    tiny_llama: Callable[..., TinyLlama], family: str, kernels: str
+) -> None:
+    tiny = tiny_llama(num_hidden_layers=3, **FAMILIES[family])
+    small = tiny_llama(num_hidden_layers=1, seed=3, **FAMILIES[family])
+    expected = [transformers_tokens(tiny, prompt) for prompt in PROMPTS]
+    drafters: list[dict[str, Any]] = [
+        {},
+        {"method": "early_exit", "num_exit_layers": 2},
+        {"method": "draft_model", "model": str(tiny.directory)},
+        {"method": "draft_model", "model": str(small.directory)},
+    ]
+    for drafter in drafters:
+        speculation: dict[str, Any] = {"speculation": "off"}
+        if drafter:
+            config = {"controller": "fixed", "num_speculative_tokens": 3} | drafter
+            speculation = {"speculative_config": config}
+        llm = LLM(
+            str(tiny.directory),
+            cpu_kernels=kernels,
+            max_model_len=64,
+            kv_cache_memory_bytes=4 << 20,
+            skip_tokenizer_init=True,
+            **speculation,
+        )
+        answers = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
+        assert [list(answer.outputs[0].token_ids) for answer in answers] == expected, drafter
+        if drafter.get("model") == str(tiny.directory):
+            counts = [answer.outputs[0].speculation for answer in answers]
+            drafted = sum(c.drafters["draft_model"].num_draft_tokens for c in counts if c is not None)
+            accepted = sum(c.drafters["draft_model"].num_accepted_tokens for c in counts if c is not None)
+            assert drafted == accepted > 0
