@@ -15,7 +15,7 @@ from sol.gateway.call import Usage
 
 _DONE: Final = re.compile(rb"(?:^|\n)data: ?\[DONE\]")
 """At the beginning of a line: within an answer's text, line breaks are escaped."""
-_RUNNING: Final = re.compile(rb', ?"usage": ?\{[^{}]*\}\}(\r?\n\r?\n)')
+_RUNNING: Final = re.compile(rb', ?"usage": ?\{[^{}]*\}\}(?=\r?\n\r?\n)')
 """The usage at the end of a chunk."""
 _COMMA: Final = ord(",")
 _NO_CHOICES: Final = (b'"choices":[]', b'"choices": []')
@@ -84,7 +84,7 @@ class EventScanner:
     def __init__(self, *, hide_usage: bool, hide_running: bool = False) -> None:
         self._hide_usage = hide_usage
         self._hide_running = hide_running
-        self._nothing = rb"}\1" if hide_usage else rb',"usage":null}\1'
+        self._nothing = b"}" if hide_usage else b',"usage":null}'
         self._rest = b""
         self._last = b""
         """The newest events: the usage may be in these."""
@@ -139,7 +139,7 @@ class EventScanner:
             return event
         start = at - 1 if event[at - 1] == _COMMA else at - 2
         found = _RUNNING.match(event, start)
-        return event if found is None else event[:start] + found.expand(self._nothing) + event[found.end() :]
+        return event if found is None else event[:start] + self._nothing + event[found.end() :]
 
     def without_done(self, data: bytes) -> bytes:
         return b"".join(event for event in _events(data) if not _DONE.match(event))
