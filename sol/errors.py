@@ -15,6 +15,7 @@
     │   └── ContextLengthError      400: prompt (and output) exceed the model's length
     ├── AuthenticationError         401
     ├── UnknownModelError           404: the server serves another model
+    ├── UnknownResponseError        404: a response that is not stored
     ├── EngineNotReadyError         503: still loading, or stopping
     ├── EngineDeadError             503: the engine's process is gone
     ├── QueueFullError              503: as many requests wait as may
@@ -114,6 +115,12 @@ class UnknownModelError(SolError):
     status = 404
     type = "not_found_error"
     code = "model_not_found"
+
+
+class UnknownResponseError(SolError):
+    status = 404
+    type = "not_found_error"
+    code = "response_not_found"
 
 
 class EngineNotReadyError(SolError):

@@ -24,13 +24,14 @@ _SERVER_OPTIONS = {
     "host": "host", "port": "port", "served_model_name": "served_model_names", "api_key": "api_keys",
     "allowed_origins": "allowed_origins", "allowed_methods": "allowed_methods", "allowed_headers": "allowed_headers",
     "allow_credentials": "allow_credentials", "max_queue_len": "max_queue_len", "drain_timeout": "drain_timeout",
-    "restart_engine": "restart_engine",
+    "restart_engine": "restart_engine", "max_stored_responses": "max_stored_responses",
 }  # fmt: skip
 """Options that are the server's and not the engine's, and the fields of `ServerConfig` that they are."""
 
 _WHOLE = ((int,), "a whole number")
 _PLAIN_OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
     "host": ((str,), "an address"), "port": _WHOLE, "max_queue_len": _WHOLE, "restart_engine": _WHOLE,
+    "max_stored_responses": _WHOLE,
     "drain_timeout": ((int, float), "a number of seconds"), "allow_credentials": ((bool,), "true or false"),
 }  # fmt: skip
 """Those that are not words: the types of their values, and what they are called."""
@@ -81,6 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--restart-engine", type=whole_number, default=absent, metavar="N",
         help="start an engine that died or hangs again, so many times in ten minutes at most (default: 0, never)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-stored-responses", type=whole_number, default=absent, metavar="N",
+        help="how many answers of /v1/responses are kept, to be gone on from; the newest (default: 1000)",
     )  # fmt: skip
     add_engine_arguments(parser, absent=True)
 

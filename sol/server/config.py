@@ -31,6 +31,8 @@ class ServerConfig:
     """Most requests that wait for a place in the batch; more are turned away."""
     restart_engine: int = 0
     """How often in ten minutes an engine that died or hangs is started again; 0: never."""
+    max_stored_responses: int = 1000
+    """Of `/v1/responses`, which can be gone on from; 0: none."""
     allowed_origins: tuple[str, ...] = ()
     """Of web pages that may call the API from a browser (CORS); "*" allows all, none allows only the server's own."""
     allowed_methods: tuple[str, ...] = ("*",)
@@ -61,7 +63,7 @@ class ServerConfig:
                 f"drain_timeout must be 0 (do not wait) to 86400 seconds, not {self.drain_timeout}",
                 param="drain_timeout",
             )
-        for name, least in (("max_queue_len", 1), ("restart_engine", 0)):
+        for name, least in (("max_queue_len", 1), ("restart_engine", 0), ("max_stored_responses", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}", param=name)
         if self.allow_credentials and "*" in self.allowed_origins:

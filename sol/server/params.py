@@ -37,7 +37,7 @@ def chat_params(body: ChatBody) -> SamplingParams:
         if not body.logprobs and body.top_logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     name = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
-    return _params(
+    return sampling_params(
         body,
         max_tokens=getattr(body, name),
         max_tokens_name=name,
@@ -55,7 +55,7 @@ def completion_params(body: CompletionBody) -> SamplingParams:
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if echoes_only(body):
         max_tokens = 1
-    params = _params(body, max_tokens=max_tokens, max_tokens_name="max_tokens", logprobs=body.logprobs)
+    params = sampling_params(body, max_tokens=max_tokens, max_tokens_name="max_tokens", logprobs=body.logprobs)
     if body.echo and params.logprobs is not None:
         params.prompt_logprobs = max(params.logprobs, params.prompt_logprobs or 0)
     return params
@@ -66,9 +66,10 @@ def echoes_only(body: CompletionBody) -> bool:
     return bool(body.echo) and body.max_tokens == 0
 
 
-def _params(
+def sampling_params(
     body: GenerationBody, *, max_tokens: int | None, max_tokens_name: str, logprobs: int | None
 ) -> SamplingParams:
+    """What all bodies have in common, and the rest. Raises `RequestError`."""
     given = {name: value for name in _PLAIN_FIELDS if (value := getattr(body, name)) is not None}
     try:
         return SamplingParams(

@@ -17,6 +17,7 @@ from sol.server.config import ServerConfig
 from sol.server.errors import handle_disconnect, handle_error, handle_http_exception
 from sol.server.middleware import ApiKeyMiddleware, RequestIdMiddleware, WorkMiddleware
 from sol.server.page import page
+from sol.server.responses import create_response, delete_response, retrieve_response
 from sol.server.state import ServerState
 from sol.server.tokenize import detokenize, tokenize
 
@@ -28,6 +29,9 @@ def create_app(state: ServerState) -> Starlette:
             Route("/", page),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/responses", create_response, methods=["POST"]),
+            Route("/v1/responses/{response_id}", retrieve_response, methods=["GET"]),
+            Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
             Route("/v1/models", models.list_models),
             Route("/v1/models/{name:path}", models.retrieve_model),
             Route("/tokenize", tokenize, methods=["POST"]),

@@ -14,6 +14,7 @@ from sol.errors import EngineDeadError, EngineNotReadyError, QueueFullError, Sol
 from sol.seeds import SeedSource
 from sol.server.config import ServerConfig
 from sol.server.metrics import Metrics
+from sol.server.responses_store import ResponseStore
 from sol.server.speculation_metrics import SpeculationLog
 from sol.text.chat_template import ChatTemplate
 from sol.text.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ class ServerState:
         """Set when it is about to: new requests are turned away, open ones go on."""
         self.restarting = False
         """The engine is dead, and somebody is about to start it again."""
+        self.responses = ResponseStore(config.max_stored_responses)
         self.num_open = 0
         """Requests for work that have not been answered, whole."""
         self._idle = asyncio.Event()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -44,6 +45,7 @@ ENGINE: dict[str, Any] = {
     "max_model_len": 512,
     "kv_cache_memory_bytes": 384 * 2**20,
 }
+ORIGIN = "https://page.example"
 KEY = "secret-1"
 OTHER_KEY = "secret-2"
 
@@ -106,6 +108,11 @@ class Server:
         """The exit code."""
         self.process.send_signal(number)
         return self.process.wait(30)
+
+
+def tiny_options(model: Path, **engine: Any) -> dict[str, Any]:
+    """For `start_server`: of a tiny model, which is there at once and talks nonsense."""
+    return {"engine": {"model": str(model), "kv_cache_memory_bytes": 2**22, **engine}, "served_model_names": ["tiny"]}
 
 
 @contextlib.contextmanager

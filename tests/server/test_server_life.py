@@ -7,7 +7,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from running_server import Server, start_server
-
-ORIGIN = "https://page.example"
-
-
-def options(model: Path, **engine: Any) -> dict[str, Any]:
-    return {"engine": {"model": str(model), "kv_cache_memory_bytes": 2**22, **engine}, "served_model_names": ["tiny"]}
-
-
-@pytest.fixture(scope="module")
-def shared(talking_llama: Path) -> Iterator[Server]:
-    """One place, by priority; leave it idle."""
-    with start_server(
-        **options(talking_llama, max_num_seqs=1, scheduling_policy="priority"),
-        max_queue_len=2, allowed_origins=[ORIGIN], api_keys=["secret-1"],
-    ) as server:  # fmt: skip
-        server.wait_until_ready()
-        yield server
-        assert server.stop() == 0
+from running_server import ORIGIN, Server, start_server, tiny_options
 
 
 class Stream:
@@ -84,7 +65,7 @@ def held_stream(server: Server) -> tuple[Stream, psutil.Process]:
 
 
 def test_a_server_that_drains_finishes_what_it_has_and_takes_nothing_new(talking_llama: Path) -> None:
-    with start_server(**options(talking_llama)) as server:
+    with start_server(**tiny_options(talking_llama)) as server:
         server.wait_until_ready()
         stream, engine = held_stream(server)
         assert server.http.get("/load").json() == {"server_load": 1}
@@ -108,7 +89,7 @@ def test_a_server_that_drains_finishes_what_it_has_and_takes_nothing_new(talking
 
 @pytest.mark.parametrize("how", ["timeout", "second signal"])
 def test_draining_has_an_end(talking_llama: Path, how: str) -> None:
-    with start_server(**options(talking_llama), drain_timeout=0.3 if how == "timeout" else 3600) as server:
+    with start_server(**tiny_options(talking_llama), drain_timeout=0.3 if how == "timeout" else 3600) as server:
         server.wait_until_ready()
         stream, engine = held_stream(server)
         server.process.send_signal(signal.SIGTERM)
@@ -124,7 +105,7 @@ def test_draining_has_an_end(talking_llama: Path, how: str) -> None:
 
 
 def test_an_engine_that_dies_or_hangs_is_started_again_but_not_for_ever(talking_llama: Path) -> None:
-    with start_server(**options(talking_llama), restart_engine=2, stall_timeout=1.0) as server:
+    with start_server(**tiny_options(talking_llama), restart_engine=2, stall_timeout=1.0) as server:
         server.wait_until_ready()
         expected = server.post("/v1/completions", prompt="Once", temperature=0).json()["choices"]
 
@@ -153,48 +134,48 @@ def test_an_engine_that_dies_or_hangs_is_started_again_but_not_for_ever(talking_
 # ── priorities, deadlines, the queue ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_urgent_request_overtakes_by_field_and_by_service_tier(shared: Server) -> None:
+def test_an_urgent_request_overtakes_by_field_and_by_service_tier(tiny_server: Server) -> None:
     for urgent in ({"priority": -5}, {"service_tier": "priority"}):
-        stream, engine = held_stream(shared)
+        stream, engine = held_stream(tiny_server)
         answers: list[str] = []
 
         def ask(name: str, fields: dict[str, Any], answers: list[str] = answers) -> None:
-            response = shared.post("/v1/completions", prompt="Once", max_tokens=2, **fields)
+            response = tiny_server.post("/v1/completions", prompt="Once", max_tokens=2, **fields)
             answers.append(name if response.status_code == 200 else response.text)
 
         threads = [threading.Thread(target=ask, args=("plain", {}))]
         threads[0].start()
-        wait_for(lambda: shared.http.get("/load").json()["server_load"] == 2)
+        wait_for(lambda: tiny_server.http.get("/load").json()["server_load"] == 2)
         threads.append(threading.Thread(target=ask, args=("urgent", urgent)))
         threads[1].start()
-        wait_for(lambda: shared.http.get("/load").json()["server_load"] == 3)
+        wait_for(lambda: tiny_server.http.get("/load").json()["server_load"] == 3)
         time.sleep(0.05)  # until both are with the engine
         engine.resume()
         for thread in threads:
             thread.join(30)
         assert stream.join() == "data: [DONE]"
         assert answers == ["urgent", "plain"]
-    assert shared.metrics()["vllm:num_preemptions_total"] >= 1
+    assert tiny_server.metrics()["vllm:num_preemptions_total"] >= 1
 
 
-def test_a_full_queue_turns_away_at_once(shared: Server) -> None:
-    stream, engine = held_stream(shared)
-    waiting = [Stream(shared, max_tokens=1) for _ in range(2)]
-    wait_for(lambda: shared.http.get("/load").json()["server_load"] == 3)
+def test_a_full_queue_turns_away_at_once(tiny_server: Server) -> None:
+    stream, engine = held_stream(tiny_server)
+    waiting = [Stream(tiny_server, max_tokens=1) for _ in range(2)]
+    wait_for(lambda: tiny_server.http.get("/load").json()["server_load"] == 3)
     time.sleep(0.05)
-    refused = shared.post("/v1/completions", prompt="Once", max_tokens=1)
+    refused = tiny_server.post("/v1/completions", prompt="Once", max_tokens=1)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "queue_full"
     assert int(refused.headers["retry-after"]) > 0
     engine.resume()
     assert {s.join() for s in [stream, *waiting]} == {"data: [DONE]"}
-    shared.wait_until_idle()
-    assert shared.post("/v1/completions", prompt="Once", max_tokens=1).status_code == 200
+    tiny_server.wait_until_idle()
+    assert tiny_server.post("/v1/completions", prompt="Once", max_tokens=1).status_code == 200
 
 
-def test_what_cannot_be_answered_in_time_is_a_504(shared: Server) -> None:
-    shared.wait_until_idle()
-    with shared.client() as client:
+def test_what_cannot_be_answered_in_time_is_a_504(tiny_server: Server) -> None:
+    tiny_server.wait_until_idle()
+    with tiny_server.client() as client:
         create = client.chat.completions.create
         message: list[Any] = [{"role": "user", "content": "Hi"}]
         for streams in (False, True):
@@ -207,26 +188,26 @@ def test_what_cannot_be_answered_in_time_is_a_504(shared: Server) -> None:
         with pytest.raises(openai.BadRequestError) as bad:
             create(model="tiny", messages=message, extra_headers={"x-request-deadline-ms": "soon"})
         assert bad.value.param == "x-request-deadline-ms"
-    response = shared.http.post(
+    response = tiny_server.http.post(
         "/v1/completions", json={"prompt": "a"}, headers={"x-stainless-read-timeout": "0.000001"}
     )
     assert response.status_code == 504
-    shared.wait_until_idle()
+    tiny_server.wait_until_idle()
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [({"priority": 2**31}, "priority"), ({"service_tier": "gold"}, "service_tier"), ({"cache_salt": ""}, "cache_salt")],
 )
-def test_wishes_that_cannot_be_granted(shared: Server, fields: dict[str, Any], param: str) -> None:
-    response = shared.post("/v1/completions", prompt="a", **fields)
+def test_wishes_that_cannot_be_granted(tiny_server: Server, fields: dict[str, Any], param: str) -> None:
+    response = tiny_server.post("/v1/completions", prompt="a", **fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
 
 
-def test_prompts_are_shared_with_the_same_salt_only(shared: Server) -> None:
+def test_prompts_are_shared_with_the_same_salt_only(tiny_server: Server) -> None:
     def cached(**fields: Any) -> int:
-        body = shared.post("/v1/completions", prompt=[5] * 40, max_tokens=1, **fields).json()
+        body = tiny_server.post("/v1/completions", prompt=[5] * 40, max_tokens=1, **fields).json()
         return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     assert [cached(cache_salt="one"), cached(cache_salt="one"), cached(cache_salt="two"), cached()] == [0, 32, 0, 0]
@@ -235,9 +216,9 @@ def test_prompts_are_shared_with_the_same_salt_only(shared: Server) -> None:
 # ── who may call from where ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_pages_of_allowed_origins_only(shared: Server) -> None:
+def test_pages_of_allowed_origins_only(tiny_server: Server) -> None:
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
-    anonymous = httpx.Client(base_url=shared.url)
+    anonymous = httpx.Client(base_url=tiny_server.url)
     with anonymous:
         allowed = anonymous.options("/v1/chat/completions", headers={"origin": ORIGIN, **asks})
         assert allowed.status_code == 200
@@ -248,31 +229,33 @@ def test_pages_of_allowed_origins_only(shared: Server) -> None:
         unauthorized = anonymous.get("/v1/models", headers={"origin": ORIGIN})
         assert unauthorized.status_code == 401, "the key is asked for all the same"
         assert unauthorized.headers["access-control-allow-origin"] == ORIGIN, "and a page can read why"
-    answer = shared.http.get("/v1/models", headers={"origin": ORIGIN})
+    answer = tiny_server.http.get("/v1/models", headers={"origin": ORIGIN})
     assert answer.headers["access-control-allow-origin"] == ORIGIN
     assert "x-request-id" in answer.headers["access-control-expose-headers"]
-    assert "access-control-allow-origin" not in shared.http.get("/v1/models", headers={"origin": "https://o"}).headers
+    assert (
+        "access-control-allow-origin" not in tiny_server.http.get("/v1/models", headers={"origin": "https://o"}).headers
+    )
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "", "application/x-www-form-urlencoded", "application/jsonx"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
-def test_bodies_have_to_say_that_they_are_json(shared: Server, path: str, kind: str) -> None:
-    response = shared.http.post(path, content=b'{"prompt": "a"}', headers={"content-type": kind})
+def test_bodies_have_to_say_that_they_are_json(tiny_server: Server, path: str, kind: str) -> None:
+    response = tiny_server.http.post(path, content=b'{"prompt": "a"}', headers={"content-type": kind})
     assert response.status_code == 415
     assert response.json()["error"]["code"] == "unsupported_media_type"
 
 
-def test_json_with_a_charset_is_json(shared: Server) -> None:
+def test_json_with_a_charset_is_json(tiny_server: Server) -> None:
     kind = {"content-type": "Application/JSON; charset=utf-8"}
-    assert shared.http.post("/tokenize", content=b'{"prompt": "a"}', headers=kind).status_code == 200
+    assert tiny_server.http.post("/tokenize", content=b'{"prompt": "a"}', headers=kind).status_code == 200
 
 
-def test_many_token_ids_keep_nobody_waiting(shared: Server) -> None:
+def test_many_token_ids_keep_nobody_waiting(tiny_server: Server) -> None:
     body = json.dumps({"tokens": [5] * 3_000_000}).encode()
     done = threading.Event()
 
     def detokenize() -> None:
-        response = shared.http.post("/detokenize", content=body, headers={"content-type": "application/json"})
+        response = tiny_server.http.post("/detokenize", content=body, headers={"content-type": "application/json"})
         assert response.status_code == 200
         assert len(response.json()["prompt"]) >= 3_000_000
         done.set()
@@ -280,7 +263,7 @@ def test_many_token_ids_keep_nobody_waiting(shared: Server) -> None:
     thread = threading.Thread(target=detokenize)
     thread.start()
     num_probes = 0
-    with httpx.Client(base_url=shared.url) as probes:
+    with httpx.Client(base_url=tiny_server.url) as probes:
         while not done.is_set() and thread.is_alive():
             assert probes.get("/live").status_code == 200
             num_probes += 1
@@ -289,10 +272,10 @@ def test_many_token_ids_keep_nobody_waiting(shared: Server) -> None:
     assert num_probes > 20, "the loop was blocked"
 
 
-def test_an_answer_without_a_text_can_be_sent_back(shared: Server) -> None:
+def test_an_answer_without_a_text_can_be_sent_back(tiny_server: Server) -> None:
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": None},
         {"role": "user", "content": "And?"},
     ]
-    assert shared.post("/v1/chat/completions", messages=messages, max_tokens=1).status_code == 200
+    assert tiny_server.post("/v1/chat/completions", messages=messages, max_tokens=1).status_code == 200

@@ -1,0 +1,218 @@
+"""`/v1/responses`: OpenAI's newer way to chat, in which the server may keep the conversation.
+
+A response that is stored (as it is unless `store` is false) can be gone on from by `previous_response_id`, read and
+deleted, until newer ones need its room or the server ends.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from sol.errors import RequestError, UnknownResponseError
+from sol.server.generation import Choice, ChoiceOutput, Usage, generate, generate_whole, make_choices
+from sol.server.logprobs import chat_entries
+from sol.server.parsing import parse_body, shorten
+from sol.server.prompts import check_length, encode, render_chat
+from sol.server.responses_input import ResponsesBody, messages_of, responses_params
+from sol.server.responses_store import StoredResponse
+from sol.server.scheduling import scheduling_of
+from sol.server.speculation import speculation_params
+from sol.server.state import ServedModel, ServerState
+from sol.server.streaming import EventStream, run_until_disconnect, to_json
+
+
+async def create_response(request: Request) -> Response:
+    state: ServerState = request.app.state.sol
+    model = state.model
+    body = await parse_body(request, ResponsesBody)
+    name = state.check_model_name(body.model)
+    params = responses_params(body)
+    params.check_vocabulary(model.info.vocab_size)
+    speculation = speculation_params(body, model.info.drafters)
+    scheduling = scheduling_of(request, body, state)
+    conversation = [*_history(state, body.previous_response_id), *messages_of(body.input)]
+    instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    text = await render_chat(
+        model,
+        instructions + conversation,
+        add_generation_prompt=True,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    token_ids = await encode(model, text, add_special_tokens=False, param="input")
+    check_length(model, len(token_ids), params, param="input")
+    (choice,) = make_choices(state, model, [token_ids], params, speculation, scheduling)
+    answer = _Answer(state, model, choice, name, body, conversation)
+    if body.stream:
+        return EventStream(state, answer.events())
+    return JSONResponse(await run_until_disconnect(state, request.receive, answer.complete(), scheduling.deadline))
+
+
+async def retrieve_response(request: Request) -> Response:
+    state: ServerState = request.app.state.sol
+    response_id = request.path_params["response_id"]
+    stored = state.responses.get(response_id)
+    if stored is None:
+        raise _unknown(response_id)
+    return JSONResponse(stored.response)
+
+
+async def delete_response(request: Request) -> Response:
+    state: ServerState = request.app.state.sol
+    response_id = request.path_params["response_id"]
+    if not state.responses.delete(response_id):
+        raise _unknown(response_id)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+def _unknown(response_id: str) -> UnknownResponseError:
+    return UnknownResponseError(
+        f"there is no response {shorten(response_id)}: it was not stored, or has made room for newer ones"
+    )
+
+
+def _history(state: ServerState, response_id: str | None) -> tuple[dict[str, Any], ...]:
+    if response_id is None:
+        return ()
+    stored = state.responses.get(response_id)
+    if stored is None:
+        raise RequestError(
+            f"previous_response_id: there is no response {shorten(response_id)}: it was not stored, or has made room "
+            "for newer ones; send the whole conversation as input",
+            param="previous_response_id",
+        )
+    return stored.messages
+
+
+class _Answer:
+    """The answer to one request, whole or as events."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        model: ServedModel,
+        choice: Choice,
+        name: str,
+        body: ResponsesBody,
+        conversation: list[dict[str, Any]],
+    ) -> None:
+        self._state = state
+        self._tokenizer = model.tokenizer
+        self._choice = choice
+        self._name = name
+        self._body = body
+        self._conversation = conversation
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._sequence = 0
+
+    async def complete(self) -> dict[str, Any]:
+        (output,) = await generate_whole(self._state, [self._choice])
+        return self._finish(output.text, self._logprobs(output), output.finish_reason)
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        texts: list[str] = []
+        logprobs: list[dict[str, Any]] = []
+        reason = None
+        async with aclosing(generate(self._state, [self._choice])) as outputs:
+            async for output in outputs:
+                parts = []
+                if self._sequence == 0:  # nothing is sent before something is there
+                    started = self._response("in_progress", [])
+                    parts = [
+                        self._event("response.created", response=started),
+                        self._event("response.in_progress", response=started),
+                        self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
+                        self._event("response.content_part.added", **place, part=_part("", [])),
+                    ]
+                entries = self._logprobs(output)
+                if output.text or entries:
+                    delta = {"delta": output.text, "logprobs": entries}
+                    parts.append(self._event("response.output_text.delta", **place, **delta))
+                    texts.append(output.text)
+                    logprobs += entries
+                reason = output.finish_reason
+                if parts:
+                    yield "".join(parts)
+        text = "".join(texts)
+        response = self._finish(text, logprobs, reason)
+        (item,) = response["output"]
+        yield "".join(
+            (
+                self._event("response.output_text.done", **place, text=text, logprobs=logprobs),
+                self._event("response.content_part.done", **place, part=_part(text, logprobs)),
+                self._event("response.output_item.done", output_index=0, item=item),
+                self._event(f"response.{response['status']}", response=response),
+            )
+        )
+
+    def _finish(self, text: str, logprobs: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+        """The whole response, which is stored if it may be."""
+        status = "incomplete" if reason == "length" else "completed"
+        response = self._response(status, [self._item(status, [_part(text, logprobs)])])
+        if response["store"]:
+            answer = {"role": "assistant", "content": text}
+            self._state.responses.put(StoredResponse(response, (*self._conversation, answer)))
+        return response
+
+    def _logprobs(self, output: ChoiceOutput) -> list[dict[str, Any]]:
+        return [] if not output.logprobs else chat_entries(self._tokenizer, output.token_ids, output.logprobs)
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        number, self._sequence = self._sequence, self._sequence + 1
+        return f"event: {kind}\ndata: {to_json({'type': kind, 'sequence_number': number, **fields})}\n\n"
+
+    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        body, params = self._body, self._choice.request.params
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._name,
+            "output": output,
+            "parallel_tool_calls": True,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": body.service_tier or "default",
+            "store": body.store is not False and self._state.config.max_stored_responses > 0,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice,
+            "tools": [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": body.truncation,
+            "usage": None if status == "in_progress" else _usage(Usage.of([self._choice])),
+        }
+
+
+def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

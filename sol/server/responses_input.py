@@ -1,0 +1,135 @@
+"""What `/v1/responses` takes: its body, and its items as chat messages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+
+from sol.errors import RequestError
+from sol.sampling_params import MAX_LOGPROBS, SamplingParams
+from sol.server.params import sampling_params
+from sol.server.parsing import shorten
+from sol.server.protocol import GenerationBody
+
+LOGPROBS = "message.output_text.logprobs"
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_MESSAGE_KEYS = frozenset({"type", "role", "content", "id", "status"})
+_NOT_HERE = ("n", "max_tokens", "prompt_logprobs")
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, str) and value:
+        return [{"role": "user", "content": value}]
+    if isinstance(value, list) and value:
+        return value
+    raise ValueError("must be a string or a list of items, and not empty")
+
+
+def _includes(value: Any) -> list[str]:
+    for item in value or []:
+        if item != LOGPROBS:
+            raise ValueError(f"may contain {LOGPROBS!r} only, not {shorten(item)}")
+    return list(value or [])
+
+
+def _truncation(value: Any) -> str:
+    if value not in (None, "disabled"):
+        raise ValueError(f"must be 'disabled': a conversation that is too long is an error, not {shorten(value)}")
+    return "disabled"
+
+
+def _tool_choice(value: Any) -> str:
+    if value not in (None, "auto", "none"):
+        raise ValueError(f"must be 'auto' or 'none', for there are no tools, not {shorten(value)}")
+    return value or "auto"
+
+
+def _background(value: Any) -> bool:
+    if value not in (None, False):
+        raise ValueError("is not supported: it must be false or absent")
+    return False
+
+
+class TextFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: str = "text"
+
+
+class TextOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    format: TextFormat | None = None
+
+
+class ResponsesBody(GenerationBody):
+    input: Annotated[list[Any], PlainValidator(_items)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    include: Annotated[list[str], PlainValidator(_includes)] = Field(default_factory=list)
+    truncation: Annotated[str, PlainValidator(_truncation)] = "disabled"
+    tool_choice: Annotated[str, PlainValidator(_tool_choice)] = "auto"
+    background: Annotated[bool, PlainValidator(_background)] = False
+    text: TextOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def responses_params(body: ResponsesBody) -> SamplingParams:
+    """Raises `RequestError`."""
+    for name in _NOT_HERE:
+        if getattr(body, name) is not None:
+            instead = "; use max_output_tokens" if name == "max_tokens" else ""
+            raise RequestError(f"{name} is not supported here; remove it{instead}", param=name)
+    if body.stream_options is not None and body.stream_options.model_fields_set - {"include_obfuscation"}:
+        raise RequestError(
+            "stream_options is not supported here: the last event has the usage; remove it", param="stream_options"
+        )
+    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
+        kind = shorten(body.text.format.type)
+        raise RequestError(f"text.format.type must be 'text', not {kind}", param="text.format.type")
+    top = body.top_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise RequestError(f"top_logprobs must be 0 to {MAX_LOGPROBS}, not {top}", param="top_logprobs")
+    if top and LOGPROBS not in body.include:
+        raise RequestError(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
+    return sampling_params(
+        body,
+        max_tokens=body.max_output_tokens,
+        max_tokens_name="max_output_tokens",
+        logprobs=(top or 0) if LOGPROBS in body.include else None,
+    )
+
+
+def messages_of(items: list[Any]) -> list[dict[str, Any]]:
+    """Chat messages. Raises `RequestError` for items that are no messages of text."""
+    return [_message(item, f"input[{i}]") for i, item in enumerate(items)]
+
+
+def _message(item: Any, path: str) -> dict[str, Any]:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind != "message":
+        raise RequestError(
+            f"{path} must be a message, {{'role': …, 'content': …}}, not {shorten(kind or item)}", param=path
+        )
+    for key, value in item.items():
+        if key not in _MESSAGE_KEYS and value not in (None, [], {}):
+            raise RequestError(f"{path}.{key[:80]} is not supported; remove it", param=f"{path}.{key[:80]}")
+    content = item.get("content")
+    if isinstance(content, list):
+        content = [_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+    return {"role": item.get("role"), "content": content}
+
+
+def _part(part: Any, path: str) -> dict[str, Any]:
+    """As a text part of a chat; what a client got with a text (annotations, logprobs) it may send back."""
+    if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+        raise RequestError(
+            f"{path} must be a part {{'type': 'input_text', 'text': …}}; this model reads text only", param=path
+        )
+    return {"type": "text", "text": part["text"]}
