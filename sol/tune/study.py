@@ -10,13 +10,14 @@ is known already, the process does that as well.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import logging
 import random
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -65,8 +66,7 @@ class Study:
         self._known: dict[str, Trial] = {}
         self._retry: list[Config] = []
         self._asked: optuna.Trial | None = None
-        if path is not None:
-            _check_file(path, resume)
+        self._claim = None if path is None else _claimed(path, resume)
         storage: BaseStorage = InMemoryStorage()
         with _quiet():
             if path is not None:
@@ -142,6 +142,11 @@ class Study:
     def remembered(self, name: str) -> Any:
         return self._study.user_attrs.get(name)
 
+    def close(self) -> None:
+        """Somebody else may go on with the file."""
+        if self._claim is not None:
+            self._claim.close()
+
     def _take(self, config: Config) -> Config:
         place = self.space.place(config)
         names = [parameter.name for parameter in self.space.parameters]
@@ -198,6 +203,7 @@ class Study:
         different = [name for name in {**theirs, **self._settings} if theirs.get(name) != self._settings.get(name)]
         if different:
             name = different[0]
+            self.close()
             raise ConfigError(
                 f"{path} was begun with {name} {json.dumps(theirs.get(name))}, not "
                 f"{json.dumps(self._settings.get(name))}: give the same options, or begin a new study",
@@ -226,7 +232,11 @@ class Study:
         return self.space.at([int(frozen.params[name]) for name in names])
 
 
-def _check_file(path: Path, resume: bool) -> None:
+def _claimed(path: Path, resume: bool) -> IO[bytes]:
+    """The file, locked as long as it is open: two searches that write to one would take each other's trials for theirs.
+
+    A line that a full disk or a crash of the machine cut off is taken away, for the next one would be joined to it.
+    """
     if resume and not path.exists():
         raise ConfigError(f"there is no {path} to go on with: leave --resume out, or correct --output", param="resume")
     if not resume and path.exists():
@@ -235,9 +245,19 @@ def _check_file(path: Path, resume: bool) -> None:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
+        file = path.open("ab")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror})", param="output") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"another search writes to {path}: wait until it has ended, or choose another --output", param="output"
+        ) from None
+    content = path.read_bytes()
+    file.truncate(content.rfind(b"\n") + 1)
+    return file
 
 
 def _to_json(trial: Trial) -> dict[str, Any]:

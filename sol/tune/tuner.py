@@ -141,6 +141,12 @@ class _Tuner:
         self._divergences: dict[str, float | None] = dict(self._study.remembered("divergences") or {})
 
     async def run(self) -> TuneResult:
+        try:
+            return await self._run()
+        finally:
+            self._study.close()
+
+    async def _run(self) -> TuneResult:
         began = time.monotonic()
         study, first = self._study, self._default
         while study.num_started < self._search.trials and not self._stop.is_set():

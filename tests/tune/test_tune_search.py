@@ -26,6 +26,7 @@ from sol.tune import (
     tune,
 )
 from sol.tune.space import key_of
+from sol.tune.study import Study
 
 QUICK = Search(trials=12, num_requests=60, tolerance=0.05)
 
@@ -274,6 +275,30 @@ def test_a_file_is_gone_on_with_only_by_the_same_search(tmp_path: Path) -> None:
         run(Troubled(), path=path, resume=True, settings={"model": "another"})
     with pytest.raises(ConfigError, match="needs the file"):
         Search(resume=True)
+
+
+def test_a_line_that_a_full_disk_cut_off_is_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "search.journal"
+    first = run(Troubled(), path=path, trials=3)
+    with path.open("ab") as file:
+        file.write(b'{"op_code": 4, "worker_')
+    second = run(Troubled(), path=path, trials=4, resume=True)
+    assert second.trials[:3] == first.trials
+    assert run(Troubled(), path=path, trials=4, resume=True).trials == second.trials
+
+
+def test_two_searches_do_not_share_a_file(tmp_path: Path) -> None:
+    path, refused = tmp_path / "search.journal", []
+
+    class Second(Watcher):
+        def on_end(self, trial: Trial, best: Trial | None) -> None:
+            if not refused:
+                with pytest.raises(ConfigError, match="another search writes to") as caught:
+                    Study(small_space(), settings={}, path=path, resume=True)
+                refused.append(caught.value.param)
+
+    run(Troubled(), path=path, trials=2, watcher=Second())
+    assert refused == ["output"]
 
 
 def test_a_search_that_was_killed_in_a_trial_tries_it_again(tmp_path: Path) -> None:
