@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from gateway_harness import CHAT, running
 
@@ -144,3 +147,23 @@ async def test_an_unexpected_error_is_logged_with_the_request_that_met_it(caplog
     line = json.loads(JsonFormatter().format(record))
     assert line["request_id"] == "mine"
     assert "RuntimeError: broken" in line["exception"]
+
+
+def test_the_command_writes_json_and_nothing_else_where_it_is_told_to(tmp_path: Path) -> None:
+    config = tmp_path / "gateway.yaml"
+    config.write_text(
+        "server: {port: 0}\nmodels: [{name: m, engines: [a]}]\nengines: [{name: a, url: 'http://127.0.0.1:9'}]\n"
+        "observe: {log: {format: json, requests: true}}\n"
+    )
+    command = [sys.executable, "-m", "sol", "gateway", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        url = process.stdout.readline().split()[5].rstrip(":")
+        answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine"}, timeout=10)
+        assert answer.status_code in (502, 503)
+        process.terminate()
+        lines = [json.loads(line) for line in process.stderr.read().splitlines()]
+        assert process.wait() == 0
+    assert [line["error"] for line in lines if line.get("request_id") == "mine"]
+    assert [line for line in lines if line["message"].startswith("engine a is left out")]

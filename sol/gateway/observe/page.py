@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Iterator, Mapping
-from itertools import chain
-from typing import TYPE_CHECKING
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Final
 
 from sol.errors import AuthenticationError
 from sol.gateway.observe.text import CONTENT_TYPE
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from sol.gateway.observe.metrics import RequestMetrics
     from sol.gateway.observe.stage import ObserveStage
     from sol.gateway.observe.state import State
+
+
+_LINES_AT_ONCE: Final = 500
+"""Some 300 microseconds."""
 
 
 class MetricsPage:
@@ -34,8 +38,9 @@ class MetricsPage:
                 raise AuthenticationError("metrics are read with the header 'Authorization: Bearer TOKEN'")
         parts = []
         for lines in self._render():
-            parts.append("".join(lines).encode())
-            await asyncio.sleep(0)  # streams go on between one metric and the next
+            while piece := "".join(islice(lines, _LINES_AT_ONCE)):
+                parts.append(piece.encode())
+                await asyncio.sleep(0)  # streams go on meanwhile
         return 200, CONTENT_TYPE, b"".join(parts)
 
     def _render(self) -> Iterator[Iterator[str]]:

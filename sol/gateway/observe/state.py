@@ -110,7 +110,8 @@ class State:
             )  # fmt: skip
 
     def _age(self, engine: Engine, now: float) -> float:
-        return now - self._started if engine.signals is None else engine.signals.age(now)
+        since = self._started if engine.signals is None else engine.signals.read_at
+        return max(0.0, now - since)  # it may have been read again since the page was begun
 
     def _models(self) -> Lines:
         now = time.monotonic()

@@ -9,6 +9,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats/
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ class Histogram:
 
     __slots__ = ("bounds", "counts", "total")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         """Of each bucket alone."""
@@ -63,27 +64,23 @@ def labels(pairs: Iterable[Label]) -> str:
 
 def family(name: str, kind: Kind, text: str, series: Iterable[tuple[str, float]]) -> Iterator[str]:
     """A metric of which each series is a number: its lines. Of none, nothing: not even its name."""
-    first = True
-    for label, value in series:
-        if first:
-            yield _head(name, kind, text)
-            first = False
+    every = list(series)  # now: who writes it may pause, and things change meanwhile
+    if every:
+        yield _head(name, kind, text)
+    for label, value in every:
         yield f"{name}{{{label}}} {_number(value)}\n" if label else f"{name} {_number(value)}\n"
 
 
 def histograms(name: str, text: str, series: Iterable[tuple[str, Histogram]]) -> Iterator[str]:
     """The same of histograms, which must have labels. Those that saw nothing are left out."""
-    first = True
-    for label, histogram in series:
-        if not any(histogram.counts):
-            continue
-        if first:
-            yield _head(name, "histogram", text)
-            first = False
+    every = [(label, histogram) for label, histogram in series if any(histogram.counts)]
+    if every:
+        yield _head(name, "histogram", text)
+    for label, histogram in every:
         seen = 0
-        for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
+        for end, count in zip(_ends(histogram.bounds), histogram.counts, strict=True):
             seen += count
-            yield f'{name}_bucket{{{label},le="{_number(bound)}"}} {seen}\n'
+            yield f"{name}_bucket{{{label},{end}}} {seen}\n"
         yield f"{name}_sum{{{label}}} {_number(histogram.total)}\n{name}_count{{{label}}} {seen}\n"
 
 
@@ -95,6 +92,12 @@ def counted(names: Sequence[str], counts: Iterable[tuple[tuple[str, ...], int]])
 
 def _head(name: str, kind: Kind, text: str) -> str:
     return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
+
+
+@functools.cache
+def _ends(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    """The labels of buckets."""
+    return tuple(f'le="{_number(bound)}"' for bound in (*bounds, math.inf))
 
 
 def _number(value: float) -> str:
