@@ -92,6 +92,7 @@ class Arm:
         self.credits = [Credits(floor=4) for _ in range(NUM_ENGINES)]
         self.law = ServiceLaw()
         self.prompts = [Prompts() for _ in range(NUM_ENGINES)]
+        self._loads: dict[SimulatedRequest, int] = {}
         self.rooms = [math.inf] * NUM_ENGINES
         self._unanswered: list[list[SimulatedRequest]] = [[] for _ in range(NUM_ENGINES)]
         self._running: dict[SimulatedRequest, tuple[Request, Waiter | None]] = {}
@@ -175,7 +176,7 @@ class Arm:
             output_tokens=request.output_tokens,
         )  # fmt: skip
         self._running[request.simulated] = request, waiter
-        self.prompts[index].sent(request.prompt_tokens)
+        self._loads[request.simulated] = self.prompts[index].sent(request.prompt_tokens)
         self._unanswered[index].append(request.simulated)
 
     def _preference(self, index: int) -> tuple[bool, bool, int]:
@@ -188,7 +189,7 @@ class Arm:
             if each.first_token_time is None:
                 waiting.append(each)
             else:
-                self.prompts[index].begun(each.prompt_tokens, self.now, each.first_token_time - each.arrival_time)
+                self.prompts[index].begun(each.prompt_tokens, self._loads.pop(each), each.ttft, self.now)
         self._unanswered[index] = waiting
 
     def _ended(self, index: int, done: SimulatedRequest) -> None:

@@ -99,7 +99,7 @@ class UpstreamTimeoutError(GatewayError):
     status = 504
     type = "timeout_error"
     code = "upstream_timeout"
-    should_retry = False
+    should_retry: ClassVar[bool | None] = False
     """The engine may have done the work: a client that asks again has it done twice."""
 
 

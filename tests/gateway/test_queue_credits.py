@@ -94,23 +94,24 @@ def test_prompts_have_room_for_what_the_engine_computes_and_a_little_more() -> N
     server, prompts, now = VirtualServer(laws), Prompts(), 0.0
     assert prompts.room(now, 0.1) == math.inf
     unanswered: list[SimulatedRequest] = []
+    loads: dict[SimulatedRequest, int] = {}
     waits = []
     while now < 30:
         now += 0.005
         server.run(now)
         for one in [one for one in unanswered if one.first_token_time is not None]:
             unanswered.remove(one)
-            prompts.begun(one.prompt_tokens, now, one.ttft)
+            prompts.begun(one.prompt_tokens, loads.pop(one), one.ttft, now)
             if now > 5:
                 waits.append(one.ttft)
         while prompts.tokens <= min(prompts.room(now, 0.05), 50_000):
             unanswered.append(server.submit(max(now, server.now), prompt_tokens=1000, output_tokens=2))
-            prompts.sent(1000)
+            loads[unanswered[-1]] = prompts.sent(1000)
     assert prompts.tokens == sum(one.prompt_tokens for one in unanswered)
     rate = len(waits) * 1000 / 25
     assert rate > 0.8 / laws.prefill_token_seconds * 0.8  # the engine is as good as busy
     assert sorted(waits)[len(waits) // 2] < 0.25
-    prompts.given_up(prompts.tokens)
+    prompts.gone(prompts.tokens)
     assert prompts.tokens == 0
     assert prompts.room(now + 60, 0.05) == math.inf  # long ago
 

@@ -63,8 +63,7 @@ class FleetCapacity:
             engine = self._fleet.engines[name]
             credit.taken(engine.in_flight)
             engine.presume_begun(now)
-            if engine.driver.metrics_path is not None:  # others are more than one engine, as a rule
-                engine.prompt_room = engine.prompts.room(now, self._prompts_ahead)
+            self.look_for_room(engine, now)
             signals = engine.signals
             if signals is not None and signals.age(now) <= self._signal_age:
                 if self._read_at.get(name) == signals.read_at:
@@ -75,6 +74,11 @@ class FleetCapacity:
             else:
                 credit.look(now, in_flight=engine.in_flight)
             engine.credits = credit.limit
+
+    def look_for_room(self, engine: Engine, now: float) -> None:
+        """Learn how many prompts may be before another one."""
+        if engine.has_metrics:  # others are more than one engine, as a rule
+            engine.prompt_room = engine.prompts.room(now, self._prompts_ahead)
 
     def _forget_begun(self) -> None:
         if self._under_way:

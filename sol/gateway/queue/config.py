@@ -64,7 +64,7 @@ class QueueConfig(Section):
     placement: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
     """How far short requests go before long ones of their class: a request that will take 3 s is placed as if it had
     come 3 s × this later. 0: first come, first served."""
-    prompts_ahead: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = 0.05
+    prompts_ahead: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = 0.1
     """Seconds of prompts that may wait in an engine, by the rate at which it has answered prompts: while there are
     more, it gets those of `realtime` requests only."""
     preempt_after: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 0.25

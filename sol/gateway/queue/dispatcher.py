@@ -80,7 +80,7 @@ class Dispatcher:
         self.rate.backlog(now, True)
         self.queue.push(waiter)
         self.waiting_bytes += waiter.size
-        self._pump(now)
+        self.pump(now)
 
     def leave(self, waiter: Waiter, now: float) -> None:
         """It has ended, or waits no longer. A second time does nothing."""
@@ -90,7 +90,7 @@ class Dispatcher:
         elif waiter.state == "granted":
             waiter.state = "ended"
             self.in_flight[waiter.class_name] -= 1
-            self._pump(now)
+            self.pump(now)
 
     def tick(self, now: float) -> None:
         """Refuse those who cannot be served in time, and grant what has become free."""
@@ -99,7 +99,7 @@ class Dispatcher:
                 refuse = waiter.on_refuse
                 self._remove(waiter)
                 refuse(self._given_up(waiter, now))
-        self._pump(now)
+        self.pump(now)
 
     def expected_wait(self, class_name: str, model: str, now: float) -> float:
         """Seconds until a request that comes now would be granted; 0 where that cannot be told."""
@@ -150,7 +150,8 @@ class Dispatcher:
         held = sum(self.in_flight[each] for each in CLASSES[RANK[name] :])
         return held < max(1, math.floor(part * total))
 
-    def _pump(self, now: float) -> None:
+    def pump(self, now: float) -> None:
+        """Grant what is free."""
         while len(self.queue):
             self.rate.backlog(now, True)
             waiter = self.queue.pop(self._may_go, now)

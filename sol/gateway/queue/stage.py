@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,7 @@ from sol.gateway.queue.dispatcher import Dispatcher
 from sol.gateway.queue.fair import Waiter
 from sol.gateway.queue.service import ServiceLaw
 from sol.gateway.reply import Reply
+from sol.gateway.routing.engine import Engine
 from sol.gateway.routing.fleet import Fleet
 from sol.gateway.sla.monitor import NO_TARGETS, Targets
 
@@ -64,6 +66,10 @@ class QueueStage:
         for models in _groups(fleet):
             dispatcher = Dispatcher(models, config.classes, config.queue, self.capacity)
             self.dispatchers.update(dict.fromkeys(models, dispatcher))
+        self._dispatchers_of = {
+            engine.name: [self.dispatchers[model] for model, pool in fleet.pools.items() if engine in pool.engines]
+            for engine in fleet
+        }
         self.laws = {model: ServiceLaw() for model in fleet.pools}
         self.num_preemptions = 0
         """Ever."""
@@ -72,6 +78,8 @@ class QueueStage:
 
     async def start(self) -> None:
         if self._options.enabled:
+            for engine in self._fleet:
+                engine.on_begun = functools.partial(self._begun, engine)
             self._task = asyncio.create_task(self._tick(), name="queue")
 
     async def close(self) -> None:
@@ -198,6 +206,14 @@ class QueueStage:
             late = targets.ttft is not None and first - granted_at > targets.ttft
             slow = targets.itl is not None and tokens > 1 and outcome.ended_at - first > targets.itl * (tokens - 1)
             credit.answered(slow=late or slow)
+
+    def _begun(self, engine: Engine) -> None:
+        """The engine has computed a prompt."""
+        for dispatcher in dict.fromkeys(self._dispatchers_of[engine.name]):
+            if len(dispatcher.queue):
+                now = time.monotonic()
+                self.capacity.look_for_room(engine, now)
+                dispatcher.pump(now)
 
     async def _tick(self) -> None:
         dispatchers = list(dict.fromkeys(self.dispatchers.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sol.engines.drivers import DRIVERS
@@ -44,6 +45,8 @@ class Engine:
         self.breaker = Breaker(config.breaker)
         self.latency = LatencyModel()
         self.prompts = Prompts()
+        self.on_begun: Callable[[], None] | None = None
+        """Called when a stream has begun, and somebody else's prompt may be sent."""
         self.signals: Signals | None = None
         """What it last said of itself; look at its age."""
         self._others = 0.0
@@ -116,7 +119,7 @@ class Engine:
         if not self.in_flight:
             self._busy_since = flight.started_at
         self.in_flight += 1
-        self.prompts.sent(flight.prompt_tokens)
+        flight.prompt_load = self.prompts.sent(flight.prompt_tokens)
         self._unanswered[flight] = None
         return flight
 
@@ -128,7 +131,7 @@ class Engine:
             if not flight.prompt_tokens or call.stream:
                 continue
             if now - flight.started_at >= self.latency.expect(call.input_tokens, self.load(now), now):
-                self.prompts.begun(flight.prompt_tokens, now)
+                self.prompts.gone(flight.prompt_tokens)
                 flight.prompt_tokens = 0
 
     def answered(self, flight: Flight) -> None:
@@ -138,13 +141,14 @@ class Engine:
 class Flight:
     """A call on its way to an engine and back. `end` is called once, whatever happens."""
 
-    __slots__ = ("_engine", "_load", "_streaming", "_trial", "call", "prompt_tokens", "started_at")
+    __slots__ = ("_engine", "_load", "_streaming", "_trial", "call", "prompt_load", "prompt_tokens", "started_at")
 
     def __init__(self, engine: Engine, call: Call) -> None:
         self._engine = engine
         self.call = call
         self.prompt_tokens = call.input_tokens
         """Those that the engine has before it; 0 once its answer has begun."""
+        self.prompt_load = 0
         self.started_at = now = time.monotonic()
         self._load = engine.load(now)
         self._trial = engine.breaker.begin(now)
@@ -156,18 +160,17 @@ class Flight:
         self._streaming = True
         engine.num_streaming += 1
         engine.answered(self)
-        engine.prompts.begun(self.prompt_tokens, now, now - self.started_at)
+        engine.prompts.begun(self.prompt_tokens, self.prompt_load, now - self.started_at, now)
         self.prompt_tokens = 0
         engine.latency.observe(self.call.input_tokens, self._load, now - self.started_at, now)
+        if engine.on_begun is not None:
+            engine.on_begun()
 
     def end(self, verdict: Verdict) -> None:
         engine = self._engine
         engine.answered(self)
-        if self.prompt_tokens:
-            if verdict == "ok":
-                engine.prompts.begun(self.prompt_tokens, time.monotonic())
-            else:
-                engine.prompts.given_up(self.prompt_tokens)
+        engine.prompts.gone(self.prompt_tokens)
+        self.prompt_tokens = 0
         engine.in_flight -= 1
         engine.num_streaming -= self._streaming
         engine.breaker.end(verdict, time.monotonic(), trial=self._trial)
