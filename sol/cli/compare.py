@@ -27,13 +27,11 @@ if TYPE_CHECKING:
     from sol.bench.options import BenchOptions
     from sol.bench.run import Limits
     from sol.compare.http import RoundLoad
-    from sol.compare.run import Progress
     from sol.compare.session import Checks, Outcome
     from sol.compare.sides import SideText
     from sol.compare.verdict import Plan
 
 _FORMATS = ("json", "html")
-_LONG_ROUND_SECONDS = 10.0
 
 _OF_SERVERS = (
     "model", "a_model", "b_model", "api_key", "a_api_key", "b_api_key", "header", "route", "temperature",
@@ -41,6 +39,7 @@ _OF_SERVERS = (
     "effect", "max_blocks", "self_prompts", "likelihood_prompts", "near_tie", "request_timeout",
     "start_timeout", "server_logs", "dataset", "tasks", "languages", "input_tokens", "output_tokens",
     "prefix_tokens", "num_prefixes", "turns", "turn_delay", "multi_turn", "send_seeds",
+    "seed",
 )  # fmt: skip
 """What has no meaning for recorded runs."""
 
@@ -254,11 +253,12 @@ async def _measure(
     from sol.bench.endpoint import prepare
     from sol.bench.run import Stop
     from sol.compare.http import HttpSampler
+    from sol.compare.progress import Progress
     from sol.compare.session import compare_endpoints, with_token_ids
     from sol.compare.sides import started
 
     stop, loop = Stop(), asyncio.get_running_loop()
-    display = _Display(quiet=args.quiet)
+    display = Progress(quiet=args.quiet)
     main = asyncio.current_task()
     assert main is not None
 
@@ -269,7 +269,8 @@ async def _measure(
         sys.stderr.write("\nStopping: the blocks so far are kept.\n")
         stop.set()
 
-    loop.add_signal_handler(signal.SIGINT, interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
     try:
         unique = sides[:1] if shared else sides
         async with started(
@@ -299,8 +300,8 @@ async def _measure(
             outcome = dataclasses.replace(outcome, notes=[*farewells, *outcome.notes])
             described = {
                 name: {
-                    "name": side.text + ("" if own is None else f" with {json.dumps(own)}"),
-                    "command": side.text if side.kind == "command" else None,
+                    "name": side.shown + ("" if own is None else f" with {json.dumps(own)}"),
+                    "command": side.shown if side.kind == "command" else None,
                     **endpoint.describe(),
                 }
                 for name, side, endpoint, own in zip("ab", sides, (a, b), (args.a_body, args.b_body), strict=True)
@@ -309,7 +310,8 @@ async def _measure(
     except asyncio.CancelledError:
         return None
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
 
 
 def _body(args: argparse.Namespace, options: BenchOptions, own: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -325,42 +327,6 @@ def _endpoint(args: argparse.Namespace, url: str, model: str, key: str | None, b
     return Endpoint(
         url=url, model=model, route=args.route, body=body, headers=parse_headers(args.header), api_key=key,
     )  # fmt: skip
-
-
-class _Display:
-    """Progress on stderr: the round that runs, and a line for each block."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
-        self.measuring = False
-
-    def say(self, text: str) -> None:
-        if not self._quiet:
-            print(text, file=sys.stderr, flush=True)
-
-    async def watch(self, name: str, tally: Any) -> None:
-        from sol.bench.progress import show_round
-
-        if self._quiet:
-            return
-        if not sys.stderr.isatty():  # lines that stay: a round that ends soon needs none
-            await asyncio.sleep(_LONG_ROUND_SECONDS)
-        await show_round(name, tally)
-
-    def block(self, progress: Progress) -> None:
-        from sol.compare.summary_text import NAMES, announcement
-
-        comparison = progress.comparison
-        effect, plan = comparison.primary, comparison.plan
-        done = len(comparison.blocks)
-        text = f"block {done} of {progress.total}"
-        if effect.ratio is not None:
-            text += f": {NAMES[plan.metric]} of B / A {effect.ratio:.4g}"
-            if effect.low is not None and effect.high is not None:
-                text += f" ({effect.low:.4g} to {effect.high:.4g})"
-        self.say(text)
-        if done == plan.blocks and comparison.announced is not None:
-            self.say(announcement(plan, comparison.announced, effect.deviation))
 
 
 def _print(outcome: Outcome, described: Mapping[str, Mapping[str, Any]]) -> None:
@@ -391,7 +357,8 @@ def _write(
     from sol.compare.report import to_html
     from sol.compare.result import to_json
 
-    secret = ("api_key", "a_api_key", "b_api_key", "header", "run")
+    # What A and B are, `described` says, and without keys.
+    secret = ("api_key", "a_api_key", "b_api_key", "header", "run", "a", "b", "a_flag", "b_flag")
     options = {
         name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
         if name not in secret

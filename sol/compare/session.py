@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from sol.bench.data import Turn
 from sol.bench.endpoint import Endpoint, as_text, probe, replace
@@ -18,6 +19,8 @@ from sol.compare.samples import Block, Round
 from sol.compare.texts import Equivalence, compare_texts, compare_with_own, judged
 from sol.compare.verdict import Comparison, Plan
 from sol.errors import ConfigError
+
+T = TypeVar("T")
 
 DEFAULT_NEAR_TIE: Final = 0.3
 """In units of logits: what adding up in another order changes in bfloat16, with room to spare."""
@@ -89,12 +92,15 @@ async def compare_endpoints(
             texts = await _with_own(sampler, comparison.blocks, texts, checks.self_prompts)
         if texts.differences and not stop.is_set:
             say(f"asking A how sure it was of {min(len(texts.differences), _MOST_GAPS)} tokens")
-            texts = judged(texts, await _gaps(sampler, comparison.blocks, texts, checks.near_tie, seconds, stop))
+            found = await _unless(stop, _gaps(sampler, comparison.blocks, texts, checks.near_tie, seconds))
+            texts = judged(texts, found or {})
         if checks.likelihood_prompts and not stop.is_set:
             say("logprobs of the same texts, from both")
             shown = _answered(sampler, comparison.blocks, checks.likelihood_prompts)
             a, b = sampler.endpoints["a"], sampler.endpoints["b"]
-            likelihoods = await compare_likelihoods(a, b, shown, seconds)
+            likelihoods = await _unless(stop, compare_likelihoods(a, b, shown, seconds)) or Likelihoods(
+                offered=False, reason="it was interrupted"
+            )
     return Outcome(
         comparison=comparison,
         texts=texts,
@@ -102,6 +108,18 @@ async def compare_endpoints(
         notes=_notes(sampler, comparison, texts),
         interrupted=stop.is_set,
     )
+
+
+async def _unless(stop: Stop, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` comes to, or None as soon as `stop` is set: a server may take minutes to answer the last request."""
+    task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.event.wait())
+    try:
+        await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+        stopping.cancel()
+        await asyncio.gather(task, stopping, return_exceptions=True)
 
 
 async def with_token_ids(a: Endpoint, b: Endpoint) -> tuple[Endpoint, Endpoint]:
@@ -133,7 +151,7 @@ async def _with_own(sampler: HttpSampler, blocks: Sequence[Block], texts: Equiva
 
 
 async def _gaps(
-    sampler: HttpSampler, blocks: Sequence[Block], texts: Equivalence, near_tie: float, seconds: float, stop: Stop
+    sampler: HttpSampler, blocks: Sequence[Block], texts: Equivalence, near_tie: float, seconds: float
 ) -> dict[tuple[int, int], Judgement]:
     """Of the first differences; those in later turns, after answers of their own, are left unknown."""
     said = {
@@ -148,8 +166,6 @@ async def _gaps(
     pool = endpoint.pool()
     try:
         for difference in texts.differences[:_MOST_GAPS]:
-            if stop.is_set:
-                break
             place = difference.place, difference.turn
             if difference.turn:
                 found[place] = "unknown", None, "it is in a later turn of a conversation"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import shlex
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from sol.engines.commands import ServerCommand, command_from_text
+from sol.engines.secrets import HIDDEN, command_text
 from sol.engines.service import Service
 from sol.errors import ConfigError, EngineStartError
+
+_ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +24,18 @@ class SideText:
 
     text: str
     kind: Literal["url", "command", "file"]
+
+    @property
+    def shown(self) -> str:
+        """For reports, which more people read than the keys in a command are for."""
+        if self.kind != "command":
+            return self.text
+        words, env = shlex.split(self.text), {}
+        while words and _ASSIGNMENT.match(words[0]):
+            name, _, value = words.pop(0).partition("=")
+            env[name] = value
+        shown = command_text(words, env)
+        return shown if HIDDEN in shown else self.text
 
 
 def parse_side(text: str, name: str) -> SideText:

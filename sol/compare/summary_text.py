@@ -48,7 +48,7 @@ def metric_rows(comparison: Comparison) -> list[list[str]]:
             "–" if effect.ratio is None else f"{effect.ratio:.4g}",
             _interval(effect.low, effect.high), _interval(effect.bootstrap_low, effect.bootstrap_high),
             "–" if effect.p_rank is None else f"{effect.p_rank:.2g}",
-            "–" if effect.detectable is None else f"{100 * effect.detectable:.2g}%",
+            "–" if effect.detectable is None else _detectable(effect.detectable),
         ]
         for effect in order
     ]  # fmt: skip
@@ -131,7 +131,7 @@ def _speed(comparison: Comparison) -> str:
     if wanted is not None and effect.within(wanted):
         return f"{text}; any difference is smaller than {_percent(wanted)}."
     if effect.detectable is not None:
-        text += f"; {effect.num_blocks} blocks find {100 * effect.detectable:.2g}%"
+        text += f"; {effect.num_blocks} blocks find {_detectable(effect.detectable)}"
     return text + "."
 
 
@@ -223,6 +223,10 @@ def _number(estimate: Estimate, factor: float = 1.0, unit: str = "") -> str:
     if estimate.low is not None and estimate.high is not None:
         text += f" ({estimate.low * factor:.4g} to {estimate.high * factor:.4g})"
     return text
+
+
+def _detectable(share: float) -> str:
+    return f"{100 * share:.2g}%" if share < 0.995 else f"{100 * share:.0f}%" if share < 10 else "nothing below 1000%"
 
 
 def _percent(share: float) -> str:

@@ -91,6 +91,15 @@ def test_two_servers_of_different_laws_are_started_and_compared(
     assert "http" in (tmp_path / "log-a.log").read_text()
 
 
+def test_reports_name_a_command_without_its_keys() -> None:
+    side = parse_side("vllm serve org/model --api-key s3cret --seed 3", "a")
+    assert side.shown == "vllm serve org/model --api-key *** --seed 3"
+    assert parse_side("VLLM_API_KEY=s3cret HF_HOME=/m vllm serve m", "b").shown == (
+        "VLLM_API_KEY=*** HF_HOME=/m vllm serve m"
+    )
+    assert parse_side("sol simulate --profile fast", "a").shown == "sol simulate --profile fast"
+
+
 def test_one_server_with_and_without_speculation(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["compare", url, "--a-body", '{"speculation": {"enabled": false}}', *SMALL, "--output-tokens", "20"]
     assert main([*words, "--output", str(tmp_path / "run"), "--format", "json"]) == 0
