@@ -21,6 +21,8 @@ from sol.engines.service import free_port
 
 DEPLOY = Path(__file__).parents[2] / "sol" / "deploy"
 RULES = DEPLOY / "prometheus" / "gateway.rules.yaml"
+PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+METRICS_TABLE = re.compile(r"^\| metric \(`sol_gateway_…`\).*?\n\n", re.MULTILINE | re.DOTALL)
 KEPT_EMPTY = {
     "absent(sol_gateway_info)": "it says that there is none, and here there is one",
 }
@@ -55,7 +57,9 @@ async def test_every_expression_of_rules_and_dashboard_has_series(tmp_path: Path
     async with observed(tmp_path) as (gateway, prometheus):
         await until(prometheus, "up")  # it begins five seconds after it is ready
         await some_traffic(gateway)
-        promtool("check", "metrics", text=await page(gateway))
+        text = await page(gateway)
+        promtool("check", "metrics", text=text)
+        assert set(re.findall(r"^# TYPE (sol_gateway_\w+)", text, re.MULTILINE)) == documented()
         await until(prometheus, "sol_gateway:failed_ratio:rate5m")
 
         rules = (await prometheus.get("/api/v1/rules")).json()["data"]["groups"]
@@ -63,6 +67,14 @@ async def test_every_expression_of_rules_and_dashboard_has_series(tmp_path: Path
                 if rule["health"] != "ok"} == {}  # fmt: skip
         empty = [expression for expression in expressions() if not await series(prometheus, expression)]
         assert empty == list(KEPT_EMPTY)
+
+
+def documented() -> set[str]:
+    """Metrics in the table of the page about them."""
+    table = METRICS_TABLE.search(PAGE)
+    assert table is not None
+    rows = re.findall(r"^\| (`[a-z_0-9]+`(?:, `[a-z_0-9]+`)*) \|", table.group(), re.MULTILINE)
+    return {f"sol_gateway_{name}" for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
 def expressions() -> Iterator[str]:
