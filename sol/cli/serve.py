@@ -25,13 +25,17 @@ _SERVER_OPTIONS = {
     "allowed_origins": "allowed_origins", "allowed_methods": "allowed_methods", "allowed_headers": "allowed_headers",
     "allow_credentials": "allow_credentials", "max_queue_len": "max_queue_len", "drain_timeout": "drain_timeout",
     "restart_engine": "restart_engine", "max_stored_responses": "max_stored_responses",
+    "log_format": "log_format", "enable_log_requests": "enable_log_requests", "max_log_len": "max_log_len",
+    "otlp_traces_endpoint": "otlp_traces_endpoint",
 }  # fmt: skip
 """Options that are the server's and not the engine's, and the fields of `ServerConfig` that they are."""
 
+_LOG_FORMATS = ("text", "json")
 _WHOLE = ((int,), "a whole number")
 _PLAIN_OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
     "host": ((str,), "an address"), "port": _WHOLE, "max_queue_len": _WHOLE, "restart_engine": _WHOLE,
-    "max_stored_responses": _WHOLE,
+    "max_stored_responses": _WHOLE, "max_log_len": _WHOLE, "enable_log_requests": ((bool,), "true or false"),
+    "log_format": ((str,), "text or json"), "otlp_traces_endpoint": ((str,), "a URL"),
     "drain_timeout": ((int, float), "a number of seconds"), "allow_credentials": ((bool,), "true or false"),
 }  # fmt: skip
 """Those that are not words: the types of their values, and what they are called."""
@@ -87,13 +91,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-stored-responses", type=whole_number, default=absent, metavar="N",
         help="how many answers of /v1/responses are kept, to be gone on from; the newest (default: 1000)",
     )  # fmt: skip
+    group.add_argument(
+        "--log-format", choices=_LOG_FORMATS, default=absent, help="of the log, on stderr (default: text)"
+    )
+    group.add_argument(
+        "--enable-log-requests", action=argparse.BooleanOptionalAction, default=absent,
+        help="log a line for each request that was answered, without its text (default: no)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-log-len", type=whole_number, default=absent, metavar="N",
+        help="with --enable-log-requests: log so many characters of each prompt (default: 0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--otlp-traces-endpoint", default=absent, metavar="URL",
+        help="send OpenTelemetry spans of requests there, like http://localhost:4318/v1/traces (default: nowhere)",
+    )  # fmt: skip
     add_engine_arguments(parser, absent=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    config = server_config(args)
+    config, log_format = _read_options(args)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")  # on stderr
     logging.getLogger("sol").setLevel(logging.INFO)
+    if log_format == "json":
+        from sol.server.observe import JsonFormatter
+
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter())
 
     from sol.server.app import serve
 
@@ -116,6 +140,11 @@ def run(args: argparse.Namespace) -> int:
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
     """Flags, and below them the options of `--config`. Raises `ConfigError` for values that cannot work."""
+    return _read_options(args)[0]
+
+
+def _read_options(args: argparse.Namespace) -> tuple[ServerConfig, str]:
+    """The configuration and the log's format."""
     from sol.option_files import read_options
     from sol.server.config import ServerConfig
 
@@ -130,7 +159,12 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     for name, value in given.items():
         if value is not None:
             server[_SERVER_OPTIONS[name]] = _server_value(name, value)
-    return ServerConfig(engine=engine_config(args, file), **server)
+    log_format = server.pop("log_format", "text")
+    if log_format not in _LOG_FORMATS:
+        raise ConfigError(
+            f"log_format must be one of {', '.join(_LOG_FORMATS)}, not {log_format!r:.80}", param="log_format"
+        )
+    return ServerConfig(engine=engine_config(args, file), **server), log_format
 
 
 def _server_value(name: str, value: Any) -> Any:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -31,11 +31,15 @@ from sol.errors import ConfigError
 from sol.models.source import resolve
 from sol.server.background import run_in_background
 from sol.server.config import ServerConfig
+from sol.server.observe import Observer, RequestLog
 from sol.server.routes import create_app
 from sol.server.state import ServedModel, ServerState
 from sol.server.supervisor import Supervisor
 from sol.text.chat_template import ChatTemplate, load_chat_template
 from sol.text.tokenizer import Tokenizer, end_token_ids
+
+if TYPE_CHECKING:
+    from sol.server.traces import Tracer
 
 logger = logging.getLogger("sol.server")
 
@@ -82,9 +86,15 @@ async def _serve(
 ) -> int:
     started = time.monotonic()
     state = ServerState(config)
+    observers: list[Observer] = []
+    if config.enable_log_requests:
+        observers.append(RequestLog(state.decode, config.max_log_len))
+    tracer = _tracer(config)
+    if tracer is not None:
+        observers.append(tracer)
     server = _HttpServer(
         uvicorn.Config(
-            create_app(state),
+            create_app(state, observers),
             http="httptools",
             ws="none",
             lifespan="off",
@@ -135,6 +145,16 @@ async def _serve(
         await asyncio.gather(serving, *tasks, return_exceptions=True)
         if supervisor is not None:
             await asyncio.to_thread(supervisor.engine.close)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+
+
+def _tracer(config: ServerConfig) -> Tracer | None:
+    if config.otlp_traces_endpoint is None:
+        return None
+    from sol.server.traces import Tracer  # OpenTelemetry is there for those who want it
+
+    return Tracer.to_endpoint(config.model_names[0], config.otlp_traces_endpoint)
 
 
 async def _drain(state: ServerState) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from sol.server.generation import Choice, ChoiceOutput, Usage, generate, generate_whole, make_choices
+from sol.server.generation import CHOICES, Choice, ChoiceOutput, Usage, generate, generate_whole, make_choices
 from sol.server.logprobs import chat_entries, prompt_entries
 from sol.server.params import chat_params
 from sol.server.parsing import parse_body
@@ -44,6 +44,7 @@ async def chat_completions(request: Request) -> Response:
     token_ids = await encode(model, text, add_special_tokens=bool(body.add_special_tokens), param="messages")
     check_length(model, len(token_ids), params, param="messages")
     choices = make_choices(state, model, [token_ids], params, speculation, scheduling)
+    request.scope[CHOICES] = choices
     chat = _Chat(state, model, choices, name)
     if body.stream:
         return EventStream(state, chat.events(StreamUsage(body.stream_options)))

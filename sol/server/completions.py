@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from sol.engine.types import TokenLogprobs
 from sol.sampling_params import SamplingParams
 from sol.server.generation import (
+    CHOICES,
     Choice,
     ChoiceOutput,
     Usage,
@@ -50,6 +51,7 @@ async def completions(request: Request) -> Response:
     check_num_choices(len(body.prompt), params)
     prompts = await _encode_prompts(model, body, params)
     choices = make_choices(state, model, prompts, params, speculation, scheduling)
+    request.scope[CHOICES] = choices
     echoed = _echo(model, body, prompts) if body.echo else None
     completion = _Completion(state, model, choices, echoed, name, body)
     if body.stream:

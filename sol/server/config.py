@@ -33,6 +33,12 @@ class ServerConfig:
     """How often in ten minutes an engine that died or hangs is started again; 0: never."""
     max_stored_responses: int = 1000
     """Of `/v1/responses`, which can be gone on from; 0: none."""
+    enable_log_requests: bool = False
+    """A line of the log for each request that was answered."""
+    max_log_len: int = 0
+    """Characters of each prompt in that line."""
+    otlp_traces_endpoint: str | None = None
+    """Where spans go, by OTLP over HTTP."""
     allowed_origins: tuple[str, ...] = ()
     """Of web pages that may call the API from a browser (CORS); "*" allows all, none allows only the server's own."""
     allowed_methods: tuple[str, ...] = ("*",)
@@ -63,9 +69,23 @@ class ServerConfig:
                 f"drain_timeout must be 0 (do not wait) to 86400 seconds, not {self.drain_timeout}",
                 param="drain_timeout",
             )
-        for name, least in (("max_queue_len", 1), ("restart_engine", 0), ("max_stored_responses", 0)):
+        for name, least in (
+            ("max_queue_len", 1),
+            ("restart_engine", 0),
+            ("max_stored_responses", 0),
+            ("max_log_len", 0),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}", param=name)
+        if self.max_log_len and not self.enable_log_requests:
+            raise ConfigError("max_log_len needs enable_log_requests, or it says nothing", param="max_log_len")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"otlp_traces_endpoint must be a URL for OTLP over HTTP, like http://localhost:4318/v1/traces, not "
+                f"{endpoint!r:.80}",
+                param="otlp_traces_endpoint",
+            )
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError(
                 "allow_credentials needs allowed_origins that are named: with '*' any page could use what a visitor's "

@@ -34,6 +34,8 @@ from sol.text.stop_strings import StopStrings
 
 MAX_CHOICES = 1024
 """Of one request, all its prompts together."""
+CHOICES = "sol.choices"
+"""Where a request's ASGI scope has them, for whoever sums them up when it has ended."""
 
 
 @dataclass(slots=True, eq=False)

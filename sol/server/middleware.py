@@ -15,6 +15,13 @@ from sol.server.errors import error_response, report
 
 _SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _PROTECTED = ("/v1/", "/tokenize", "/detokenize")
+REQUEST_ID = "sol.request_id"
+"""Where a request's ASGI scope has it."""
+
+
+def is_work(scope: Scope) -> bool:
+    """Whether a request costs work: those that a server finishes before it stops, and that are logged."""
+    return scope["type"] == "http" and scope["method"] == "POST" and bool(scope["path"].startswith(_PROTECTED))
 
 
 class RequestIdMiddleware:
@@ -30,6 +37,7 @@ class RequestIdMiddleware:
             return
         sent = _header(scope, b"x-request-id")
         request_id = sent.decode() if _SANE_REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
+        scope[REQUEST_ID] = request_id
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -55,7 +63,7 @@ class WorkMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(_PROTECTED):
+        if is_work(scope):
             with scope["app"].state.sol.open_request():
                 await self._app(scope, receive, send)
         else:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from sol.errors import RequestError, UnknownResponseError
-from sol.server.generation import Choice, ChoiceOutput, Usage, generate, generate_whole, make_choices
+from sol.server.generation import CHOICES, Choice, ChoiceOutput, Usage, generate, generate_whole, make_choices
 from sol.server.logprobs import chat_entries
 from sol.server.parsing import parse_body, shorten
 from sol.server.prompts import check_length, encode, render_chat
@@ -48,6 +48,7 @@ async def create_response(request: Request) -> Response:
     token_ids = await encode(model, text, add_special_tokens=False, param="input")
     check_length(model, len(token_ids), params, param="input")
     (choice,) = make_choices(state, model, [token_ids], params, speculation, scheduling)
+    request.scope[CHOICES] = [choice]
     answer = _Answer(state, model, choice, name, body, conversation)
     if body.stream:
         return EventStream(state, answer.events())

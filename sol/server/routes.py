@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,14 +18,17 @@ from sol.server.completions import completions
 from sol.server.config import ServerConfig
 from sol.server.errors import handle_disconnect, handle_error, handle_http_exception
 from sol.server.middleware import ApiKeyMiddleware, RequestIdMiddleware, WorkMiddleware
+from sol.server.observe import ObserveMiddleware, Observer
 from sol.server.page import page
 from sol.server.responses import create_response, delete_response, retrieve_response
 from sol.server.state import ServerState
 from sol.server.tokenize import detokenize, tokenize
 
 
-def create_app(state: ServerState) -> Starlette:
-    """An ASGI application. `sol.server.app` gives it a port, a loaded model and an end."""
+def create_app(state: ServerState, observers: Sequence[Observer] = ()) -> Starlette:
+    """An ASGI application; `observers` are told of every request for work.
+
+    `sol.server.app` gives it a port, a loaded model and an end."""
     app = Starlette(
         routes=[
             Route("/", page),
@@ -46,6 +51,7 @@ def create_app(state: ServerState) -> Starlette:
         ],
         middleware=[
             Middleware(RequestIdMiddleware),
+            *([Middleware(ObserveMiddleware, observers)] if observers else []),
             *_cors(state.config),
             Middleware(WorkMiddleware),
             Middleware(ApiKeyMiddleware, state.config.api_keys),

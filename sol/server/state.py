@@ -153,6 +153,10 @@ class ServerState:
             )
         return None
 
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of a prompt's tokens, for a log."""
+        return "" if self._served is None else self._served.tokenizer.decode(token_ids, skip_special_tokens=False)
+
     def check_model_name(self, name: str | None) -> str:
         """The name a response carries. Raises `UnknownModelError`."""
         names = self.config.model_names
