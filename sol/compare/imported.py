@@ -96,12 +96,17 @@ def _guidellm(path: Path, benchmarks: Sequence[Mapping[str, Any]]) -> Iterator[R
                     ttft=_seconds(row.get("time_to_first_token_ms")) if error is None else None,
                     # GuideLLM's time_per_output_token includes TTFT; its ITL is what others call TPOT.
                     tpot=_seconds(gap) if error is None else None, output_tokens=int(row.get("output_tokens") or 0),
-                    error=error, message=None if error is None else str(row.get("error") or ""),
+                    error=error, message=None if error is None else _why(row),
                     text=row.get("output") if error is None else None,
                 )
             )  # fmt: skip
         yield RecordedRun(path=path, tool="GuideLLM", name=_strategy(benchmark, number), answers=answers,
                           input_tokens=inputs, counts_from=_SENT)  # fmt: skip
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    info = row.get("info")
+    return str(row.get("error") or (info.get("error") if isinstance(info, dict) else None) or "")
 
 
 def _strategy(benchmark: Mapping[str, Any], number: int) -> str:
@@ -114,7 +119,8 @@ def _strategy(benchmark: Mapping[str, Any], number: int) -> str:
 
 
 def _prompt_key(row: Mapping[str, Any]) -> str:
-    """What was asked, without what differs from run to run (the model's name, ids)."""
+    """What was asked, without what differs from run to run (the model's name, ids). Empty for a request that failed
+    before GuideLLM wrote down what it was."""
     asked: Any = row.get("prompt")
     if asked is None and isinstance(row.get("request_args"), str):
         try:
@@ -124,7 +130,7 @@ def _prompt_key(row: Mapping[str, Any]) -> str:
         except (ValueError, AttributeError):
             asked = row["request_args"]
     if asked is None:
-        return f"unnamed {row.get('request_id', '')}"
+        return ""
     return hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 

@@ -111,6 +111,10 @@ def compare_runs(a: RecordedRun, b: RecordedRun, plan: Plan) -> tuple[Comparison
     left = len(a.answers) + len(b.answers) - 2 * len(pair.a.answers)
     if left:
         notes.append(f"{left} requests of one run have no counterpart in the other and are left out")
+    unnamed = sum(not one.key for side in (pair.a, pair.b) for one in side.answers)
+    if unnamed:
+        notes.append(f"{unnamed} failures do not say what was asked; they are taken for what the other run has an "
+                     "answer to and this one has not")  # fmt: skip
     if len(blocks) < LEAST_BLOCKS:
         notes.append(f"the runs are too short: they give {len(blocks)} independent blocks, and a verdict takes "
                      f"{LEAST_BLOCKS}")  # fmt: skip
@@ -126,20 +130,32 @@ def medians(answers: Sequence[Answer]) -> dict[Metric, float]:
 def _paired(a: RecordedRun, b: RecordedRun) -> Pair | None:
     """By keys, the n-th time a key is asked with the n-th; else, for runs of one tool, by order, if the prompts'
     lengths agree."""
-    theirs = dict(zip(_occurrences(b.answers), b.answers, strict=True))
-    found = [
-        (ours, theirs[name]) for name, ours in zip(_occurrences(a.answers), a.answers, strict=True) if name in theirs
-    ]
+    ours, theirs = (dict(zip(_occurrences(run.answers), run.answers, strict=True)) for run in (a, b))
+    found = [(ours[name], theirs[name]) for name in ours if name in theirs and name[0]]
+    found += _by_elimination(
+        [answer for name, answer in ours.items() if not name[0] or name not in theirs],
+        [answer for name, answer in theirs.items() if not name[0] or name not in ours],
+    )
+    found.sort(key=lambda both: both[0].place)
     if 2 * len(found) < min(len(a.answers), len(b.answers)):
         known = len(a.input_tokens) == len(a.answers) and None not in a.input_tokens
         if a.tool != b.tool or not known or list(a.input_tokens) != list(b.input_tokens):
             return None
         found = list(zip(a.answers, b.answers, strict=True))
     return Pair(
-        a=Round(answers=[ours for ours, _ in found], seconds=0.0),
-        b=Round(answers=[replace(other, place=ours.place, turn=ours.turn) for ours, other in found], seconds=0.0),
+        a=Round(answers=[one for one, _ in found], seconds=0.0),
+        b=Round(answers=[replace(other, place=one.place, turn=one.turn) for one, other in found], seconds=0.0),
         a_first=True,
     )
+
+
+def _by_elimination(ours: Sequence[Answer], theirs: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+    """Failures that do not say what was asked (GuideLLM's), with what only the other run has an answer to: if the runs
+    asked the same, they are those, in some order. What is left of both are requests that failed twice."""
+    lost, their_lost = ([one for one in side if not one.key and not one.ok] for side in (ours, theirs))
+    named, their_named = ([one for one in side if one.key] for side in (ours, theirs))
+    found = [*zip(named, their_lost, strict=False), *zip(lost, their_named, strict=False)]
+    return [*found, *zip(lost[len(their_named) :], their_lost[len(named) :], strict=False)]
 
 
 def _occurrences(answers: Sequence[Answer]) -> list[tuple[str, int, int]]:
@@ -226,7 +242,7 @@ def _failures(a: RecordedRun, b: RecordedRun) -> Failures:
     kinds = [Counter(one.error for one in run.answers if one.error is not None) for run in (a, b)]
     examples = {one.error: one.message or "" for run in (a, b) for one in run.answers if one.error is not None}
     return Failures(
-        num_requests=min(len(a.answers), len(b.answers)), kinds_a=dict(kinds[0]), kinds_b=dict(kinds[1]),
+        num_requests=len(a.answers), num_requests_b=len(b.answers), kinds_a=dict(kinds[0]), kinds_b=dict(kinds[1]),
         examples=examples,
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ class Answer:
     """One request. Seconds; None is what is not known of it."""
 
     key: str
-    """What was asked; the same key means the same prompt."""
+    """What was asked; the same key means the same prompt. Empty where a recorded run does not say."""
     place: int
     """Which conversation of the data it was, from 0."""
     turn: int = 0

@@ -119,6 +119,9 @@ def _speed(comparison: Comparison) -> str:
     verdict = comparison.verdict
     if comparison.failures.worse:
         failures = comparison.failures
+        if failures.num_requests_b is not None:
+            return (f"B is worse: it failed {failures.failed_b} of {failures.num_requests_b} requests, A "
+                    f"{failures.failed_a} of {failures.num_requests} (p = {failures.p:.2g}).")  # fmt: skip
         return (f"B is worse: it failed {failures.only_b} requests that A answered, A {failures.only_a} that B "
                 f"answered (p = {failures.p:.2g}).")  # fmt: skip
     if effect.ratio is None:
@@ -193,12 +196,14 @@ def _likelihoods(found: Likelihoods) -> str:
 
 
 def _failed(failures: Failures) -> str:
-    a, b = sum(failures.kinds_a.values()), sum(failures.kinds_b.values())
-    if not a and not b:
+    if not failures.failed_a and not failures.failed_b:
         return "none"
     kinds = [", ".join(f"{count} × {kind}" for kind, count in counts.items()) or "none"
              for counts in (failures.kinds_a, failures.kinds_b)]  # fmt: skip
-    return f"A: {kinds[0]}; B: {kinds[1]}; both {failures.both}, A alone {failures.only_a}, B alone {failures.only_b}"
+    text = f"A: {kinds[0]}; B: {kinds[1]}"
+    if failures.num_requests_b is not None:
+        return f"{text}; of {failures.num_requests:,} and {failures.num_requests_b:,} requests"
+    return f"{text}; both {failures.both}, A alone {failures.only_a}, B alone {failures.only_b}"
 
 
 def _sample_sizes(effect: Effect) -> str:

@@ -23,6 +23,7 @@ from sol.compare.statistics import (
     detectable_effect,
     geometric_mean,
     mean_interval,
+    more_often,
     required_blocks,
     sign_test,
     signed_rank,
@@ -131,10 +132,12 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """Requests that failed, of those that both sides were asked."""
+    """Requests that failed, of those that both sides were asked; where it is not known which these are, of all."""
 
     num_requests: int = 0
     """Of each side."""
+    num_requests_b: int | None = None
+    """Of B, where requests are not paired: `num_requests` are A's then."""
     both: int = 0
     only_a: int = 0
     only_b: int = 0
@@ -144,13 +147,24 @@ class Failures:
 
     @property
     def p(self) -> float:
-        """McNemar's exact test."""
-        return sign_test(self.only_a, self.only_b)
+        """McNemar's exact test; Fisher's where requests are not paired."""
+        if self.num_requests_b is None:
+            return sign_test(self.only_a, self.only_b)
+        return min(1.0, 2 * more_often(self.failed_b, self.num_requests_b, self.failed_a, self.num_requests))
+
+    @property
+    def failed_a(self) -> int:
+        return sum(self.kinds_a.values())
+
+    @property
+    def failed_b(self) -> int:
+        return sum(self.kinds_b.values())
 
     @property
     def worse(self) -> bool:
         """Whether B fails more often; at 1%, beside the 5% of the metric."""
-        return self.only_b > self.only_a and self.p <= _FAILURES_ALPHA
+        more = self.only_b > self.only_a or self.num_requests_b is not None
+        return more and self.p <= _FAILURES_ALPHA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,8 @@ from sol.compare.recorded import RecordedRun, compare_runs, read_run
 from sol.compare.texts import compare_texts
 from sol.errors import ConfigError
 
+DATA = Path(__file__).parent / "data"
+
 
 def run_of(
     latencies: Sequence[float], *, keys: Sequence[str] | None = None, tool: str = "sol bench", **options: Any
@@ -238,6 +240,64 @@ def test_runs_of_guidellm(computed: bool, tmp_path: Path) -> None:
     assert compare_texts(comparison.blocks).num_compared == 60
     with pytest.raises(ConfigError, match=r"choose one with --load: 0 \(constant\); 1 \(constant\)"):
         read_run(guidellm(tmp_path / "c.json", strategies=2))
+
+
+@pytest.mark.parametrize("tool", ["vllm-bench-0.32.0", "guidellm-0.8.1"])
+def test_what_the_tools_themselves_wrote(tool: str) -> None:
+    """12 requests, two at a time, to simulated servers with steps of 20 and 30 ms, where a fifth failed. GuideLLM's
+    files are without its summaries and the timings inside it; it writes of no failed request what was asked."""
+    a, b = (read_run(DATA / f"{tool}-{side}.json") for side in "ab")
+    for run, step in ((a, 0.02), (b, 0.03)):
+        good = [answer for answer in run.answers if answer.ok]
+        assert (len(run.answers), len(good)) == (12, 9 if "vllm" in tool else 8)
+        assert np.median([answer.tpot or 0 for answer in good]) == pytest.approx(step, rel=0.05)
+        for answer in good:
+            assert answer.ttft is not None
+            assert answer.tpot is not None
+            assert answer.e2e == pytest.approx(answer.ttft + answer.tpot * (answer.output_tokens - 1), rel=0.05)
+        assert all(answer.text for answer in good)
+        assert any(
+            "500" in (answer.message or "") or "Server Error" in (answer.message or "") for answer in run.answers
+        )
+    comparison, _ = compare_runs(a, b, Plan())
+    assert comparison.paired
+    assert 1.3 < (comparison.primary.ratio or 0) < 1.6
+    failures = comparison.failures
+    assert failures.num_requests == 12
+    assert failures.both + failures.only_a == len(a.answers) - sum(answer.ok for answer in a.answers)
+    texts = compare_texts(comparison.blocks)
+    assert texts.num_compared >= 6
+    assert texts.verdict == "same"
+
+
+def test_failures_that_do_not_say_what_was_asked_are_not_lost() -> None:
+    def named(fail: Sequence[int], *, unnamed: bool) -> RecordedRun:
+        run = run_of([1.0] * 40, tool="GuideLLM")
+        answers = [
+            Answer(key="" if unnamed else one.key, place=one.place, error="failed") if one.place in fail else one
+            for one in run.answers
+        ]
+        return RecordedRun(path=run.path, tool=run.tool, name=run.name, answers=answers)
+
+    for fail_a, fail_b in (([1], [1]), ([1], [2]), ([], range(12)), ([3, 4], [4, 5, 6])):
+        counts = [
+            compare_runs(named(fail_a, unnamed=hidden), named(fail_b, unnamed=hidden), Plan())[0].failures
+            for hidden in (False, True)
+        ]
+        assert counts[0].only_b - counts[0].only_a == counts[1].only_b - counts[1].only_a
+        assert (counts[1].failed_a, counts[1].failed_b) == (len(fail_a), len(fail_b))
+        assert counts[1].worse == (len(fail_b) == 12)
+
+
+def test_of_two_samples_the_one_that_fails_more_often_is_worse() -> None:
+    keys = [f"q{i}" for i in range(40)]
+    good, other = run_of([1.0] * 40), run_of([0.5] * 40, keys=keys)
+    bad = [Answer(key=one.key, place=one.place, error="timeout") if one.place < 10 else one for one in other.answers]
+    failing = RecordedRun(path=other.path, tool=other.tool, name=other.name, answers=bad)
+    comparison, _ = compare_runs(good, failing, Plan())
+    assert not comparison.paired
+    assert comparison.verdict == "worse"
+    assert compare_runs(failing, good, Plan())[0].failures.worse is False
 
 
 def aiperf(path: Path, *, slow: float = 1.0, named: bool = True) -> Path:
