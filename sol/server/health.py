@@ -31,6 +31,18 @@ async def load(request: Request) -> Response:
     return JSONResponse({"server_load": request.app.state.sol.num_open})
 
 
+async def usage(request: Request) -> Response:
+    """Of a request that was abandoned (`sol.server.usages`)."""
+    state: ServerState = request.app.state.sol
+    found = state.usages.take(request.path_params["key"])
+    if found is None:
+        # No error that anybody should count: who asks before the request has ended asks again.
+        message = "there is no ended request with this key, or no more"
+        error = {"message": message, "type": "not_found_error", "param": None, "code": None}
+        return JSONResponse({"error": error}, status_code=404)
+    return JSONResponse({"usage": found})
+
+
 async def version(_request: Request) -> Response:
     return JSONResponse({"version": __version__})
 

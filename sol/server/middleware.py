@@ -12,6 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sol.errors import AuthenticationError
 from sol.server.errors import error_response, report
+from sol.server.generation import CHOICES, Usage
+from sol.server.state import ServerState
+from sol.server.usages import USAGE_KEY_HEADER
 
 _SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _PROTECTED = ("/v1/", "/tokenize", "/detokenize")
@@ -57,15 +60,22 @@ class RequestIdMiddleware:
 
 
 class WorkMiddleware:
-    """Count the open requests for work, which a server that drains waits for."""
+    """Count the open requests for work, which a server that drains waits for, and keep what those came to that may be
+    asked for."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if is_work(scope):
-            with scope["app"].state.sol.open_request():
-                await self._app(scope, receive, send)
+            state: ServerState = scope["app"].state.sol
+            with state.open_request():
+                try:
+                    await self._app(scope, receive, send)
+                finally:
+                    key = _header(scope, USAGE_KEY_HEADER.encode())
+                    if key and CHOICES in scope:
+                        state.usages.keep(key.decode("latin-1"), Usage.of(scope[CHOICES]).as_dict())
         else:
             await self._app(scope, receive, send)
 

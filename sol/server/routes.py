@@ -45,6 +45,7 @@ def create_app(state: ServerState, observers: Sequence[Observer] = ()) -> Starle
             Route("/ready", health.ready),
             Route("/health", health.ready),
             Route("/ping", health.ready),
+            Route("/v1/usage/{key}", health.usage),
             Route("/version", health.version),
             Route("/load", health.load),
             Route("/metrics", health.scrape),

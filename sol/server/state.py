@@ -16,6 +16,7 @@ from sol.server.config import ServerConfig
 from sol.server.metrics import Metrics
 from sol.server.responses_store import ResponseStore
 from sol.server.speculation_metrics import SpeculationLog
+from sol.server.usages import Usages
 from sol.text.chat_template import ChatTemplate
 from sol.text.tokenizer import Tokenizer
 
@@ -40,6 +41,7 @@ class ServerState:
         self.config = config
         self.metrics = Metrics(config.model_names[0])
         self.seeds = SeedSource(config.engine.seed)
+        self.usages = Usages()
         self.created = int(time.time())
         self.stopping = asyncio.Event()
         """Set when the server stops: open requests end with an error, new ones are turned away."""

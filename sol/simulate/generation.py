@@ -84,7 +84,7 @@ class Generation:
             return
         if self._num_open == 0:
             if self._include_usage:
-                events.append(self._schema.usage_chunk(self._usage()))
+                events.append(self._schema.usage_chunk(self.usage()))
             events.append(DONE)
         if self._write(events) and self._num_open == 0:
             self.exchange.finish()
@@ -163,7 +163,7 @@ class Generation:
     def _respond(self) -> None:
         """What is not streamed, with the same faults as they look there."""
         exchange = self.exchange
-        body = self._schema.whole(self.choices, self._usage())
+        body = self._schema.whole(self.choices, self.usage())
         size = len(body) // 2
         if self._cutter is not None:
             size = min(size, self._cutter.after_bytes or 0)
@@ -184,7 +184,8 @@ class Generation:
         exchange.respond(200, body, "application/json")
         self._end("finished")
 
-    def _usage(self) -> dict[str, Any] | None:
+    def usage(self) -> dict[str, Any] | None:
+        """What the engine says of it so far."""
         usage = responses.usage(self.choices, speculates=self._speculates)
         for fault in self.faults:
             if fault.kind == "wrong_usage":

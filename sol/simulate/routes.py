@@ -29,6 +29,7 @@ logger = logging.getLogger("sol.simulate")
 Route = Callable[[Exchange], None]
 
 _SANE_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_USAGE: Final = "/v1/usage/"
 _FAULT_PATH: Final = re.compile(r"/simulate/faults/([0-9]{1,18})")
 
 
@@ -76,6 +77,8 @@ class Routes:
         methods = table.get(path)
         if methods is None and table is self._all and path.startswith("/v1/models/"):
             methods = {"GET": self._model}
+        elif methods is None and table is self._all and path.startswith(_USAGE):
+            methods = {"GET": self._usage}
         elif methods is None and _FAULT_PATH.fullmatch(path):
             methods = {"DELETE": self._remove_fault}
         if methods is None:
@@ -112,6 +115,13 @@ class Routes:
     def _model(self, exchange: Exchange) -> None:
         name = self._service.check_model(exchange.path.removeprefix("/v1/models/"))
         _json(exchange, self._card(name))
+
+    def _usage(self, exchange: Exchange) -> None:
+        found = self._service.usages.take(exchange.path.removeprefix(_USAGE))
+        if found is None:
+            _fail(exchange, 404, "not_found_error", None, "there is no ended request with this key, or no more")
+        else:
+            _json(exchange, {"usage": found})
 
     def _card(self, name: str) -> dict[str, Any]:
         reason = self._service.why_not_ready()

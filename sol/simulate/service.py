@@ -33,6 +33,7 @@ from sol.server.parsing import parse
 from sol.server.protocol import ChatBody, CompletionBody
 from sol.server.speculation import speculation_params, wants_segments
 from sol.server.stream_usage import StreamUsage
+from sol.server.usages import USAGE_KEY_HEADER, Usages
 from sol.simulate import vocabulary
 from sol.simulate.blocks import block_hashes
 from sol.simulate.config import SimulateConfig
@@ -68,6 +69,7 @@ class Service:
         self.on_drained: Callable[[], None] | None = None
         """Called when no response is open any more."""
         self.records: deque[dict[str, Any]] = deque(maxlen=MAX_RECORDS)
+        self.usages = Usages()
         self.num_received = 0
         """Requests to routes that generate; never back to 0."""
         self._open: dict[SimulatedRequest, tuple[Generation, Choice]] = {}
@@ -112,6 +114,7 @@ class Service:
         """The process dies: responses are cut, the cache and the counters are gone."""
         generations, self._generations = self._generations, set()
         self._open.clear()
+        self.usages = Usages()
         for generation in generations:
             self._record(generation, "crash")
             generation.reset()
@@ -312,6 +315,9 @@ class Service:
                                           "error" if reason == "error" else "abort")  # fmt: skip
             del self._open[choice.request]
         self._generations.discard(generation)
+        key = generation.exchange.headers.get(USAGE_KEY_HEADER)
+        if key is not None:
+            self.usages.keep(key, generation.usage() or {})
         self._record(generation, reason)
         if not self._generations and self.on_drained is not None:
             self.on_drained()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -35,6 +36,10 @@ _KEPT: Final = frozenset(
 )
 """Of an engine's response headers."""
 _END_SECONDS: Final = 1.0
+_USAGE_SECONDS: Final = 1.0
+_USAGE_PAUSES: Final = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+"""Between questions for the usage of what was given up: an engine needs a moment to see that it was."""
+_keys: Final = random.Random()  # noqa: S311  (seeded by the system; nothing is kept secret by it)
 _JSON: Final = (b"content-type", b"application/json")
 
 
@@ -75,6 +80,7 @@ class Attempt:
         self._reply = reply
         self._sending = False
         self._scanner: EventScanner | None = None
+        self._usage_key = f"{_keys.getrandbits(128):032x}" if engine.driver.name == "sol" else None
 
     async def run(self, session: aiohttp.ClientSession) -> Answer | None:
         """Ask the engine. A stream is passed to the client as it comes, and None returned; anything else is returned.
@@ -91,6 +97,11 @@ class Attempt:
         except (Unanswered, UpstreamError, UpstreamTimeoutError) as error:
             # That a client is in a hurry is not the engine's fault.
             verdict = "neutral" if isinstance(error, DeadlineError) else "fault"
+            if not isinstance(error, Unanswered):
+                await self._ask_for_usage(session)
+            raise
+        except (asyncio.CancelledError, ClientStalled):
+            await self._ask_for_usage(session)
             raise
         finally:
             self._account()
@@ -109,7 +120,7 @@ class Attempt:
                 response = await session.post(
                     self._engine.base_url + call.path,
                     data=body_for(call, self._engine, self._model),
-                    headers=headers_for(call, self._engine),
+                    headers=headers_for(call, self._engine, self._usage_key),
                     allow_redirects=False,
                 )
                 if response.status == 200 and response.content_type == "text/event-stream":
@@ -242,6 +253,23 @@ class Attempt:
     def _headers(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
         kept = [(name.lower(), value) for name, value in response.raw_headers]
         return [(name, value) for name, value in kept if name in _KEPT]
+
+    async def _ask_for_usage(self, session: aiohttp.ClientSession) -> None:
+        """Of an engine of ours, what it did for a call that was given up: it stops when it sees the connection closed,
+        and only then knows. Of other engines' work what has come is all that is known."""
+        scanner = self._scanner
+        if self._usage_key is None or (scanner is not None and scanner.done):
+            return
+        url = f"{self._engine.base_url}/v1/usage/{self._usage_key}"
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+            async with asyncio.timeout(_USAGE_SECONDS):
+                for pause in _USAGE_PAUSES:
+                    await asyncio.sleep(pause)
+                    async with session.get(url, headers=self._engine.headers, allow_redirects=False) as response:
+                        if response.status == 200:
+                            self._call.usage = usage_in(await response.read()) or self._call.usage
+                        if response.status != 404:
+                            return
 
     def _account(self) -> None:
         """Set the call's usage: what the engine said, or an estimate of what it did."""

@@ -66,8 +66,11 @@ def body_for(call: Call, engine: Engine, model: str) -> bytes:
     return msgspec.json.encode({**data, **changed}) if changed else call.body
 
 
-def headers_for(call: Call, engine: Engine) -> dict[str, str]:
+def headers_for(call: Call, engine: Engine, usage_key: str | None) -> dict[str, str]:
+    """`usage_key`: by what the engine is asked for the usage of a call that was given up; None: it cannot be."""
     headers = {"content-type": "application/json", "accept-encoding": "identity", "x-request-id": call.id}
+    if usage_key is not None:
+        headers["x-sol-usage-key"] = usage_key
     for name in _PASSED_ON:
         if name in call.headers:
             headers[name] = call.headers[name]
