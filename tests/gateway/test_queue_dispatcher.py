@@ -65,6 +65,14 @@ class Queue:
         self.dispatcher.check_integrity()
 
 
+def test_what_is_not_given_of_a_class_is_as_always() -> None:
+    classes = ClassesConfig.model_validate({"batch": {"share": 3}})
+    assert (classes.batch.share, classes.batch.max_wait, classes.batch.max_in_flight) == (3, 3600, 0.9)
+    assert (classes.realtime.share, classes.best_effort.max_waiting) == (8, 10_000)
+    with pytest.raises(ValueError, match="only batch and best_effort"):
+        ClassesConfig.model_validate({"realtime": {"preempt": "abort_and_retry"}})
+
+
 def test_who_finds_a_place_does_not_wait_and_the_next_gets_it_back() -> None:
     queue = Queue(1)
     first, second = queue.offer("batch", 0.0), queue.offer("batch", 1.0)

@@ -13,16 +13,19 @@ CLASSES: Final[tuple[str, ...]] = ("realtime", "interactive", "batch", "best_eff
 """From the most to the least urgent."""
 RANK: Final = {name: rank for rank, name in enumerate(CLASSES)}
 
+Share = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+Part = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=10**6)]
 _Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 
 class ClassOptions(Section):
-    share: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+    share: Share = 1.0
     """Of the engines' work, in tokens, against the shares of the other classes that want some at the same time."""
-    max_in_flight: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    max_in_flight: Part = 1.0
     """Share of the engines' credits that this class and the less urgent ones may hold together: what is left is there
     at once for those who are in more of a hurry."""
-    max_waiting: Annotated[int, Field(ge=0, le=10**6)] = 1000
+    max_waiting: Count = 1000
     """Requests for one model; more are refused with 503."""
     max_wait: _Seconds = 60.0
     """After which a request that no engine was found for is refused with 503."""
@@ -31,17 +34,38 @@ class ClassOptions(Section):
     later, where a `realtime` request has waited for `queue.preempt_after`."""
 
 
+class Realtime(ClassOptions):
+    share: Share = 8.0
+    max_wait: _Seconds = 10.0
+
+
+class Interactive(ClassOptions):
+    share: Share = 4.0
+
+
+class Batch(ClassOptions):
+    share: Share = 2.0
+    max_in_flight: Part = 0.9
+    max_waiting: Count = 10_000
+    max_wait: _Seconds = 3600.0
+
+
+class BestEffort(ClassOptions):
+    share: Share = 1.0
+    max_in_flight: Part = 0.8
+    max_waiting: Count = 10_000
+    max_wait: _Seconds = 600.0
+
+
 class ClassesConfig(Section):
+    """What is not given of a class is as it always is for this class."""
+
     default: ClassName = "interactive"
     """Of requests that ask for none, by keys that have no other."""
-    realtime: ClassOptions = Field(default_factory=lambda: ClassOptions(share=8, max_wait=10))
-    interactive: ClassOptions = Field(default_factory=lambda: ClassOptions(share=4))
-    batch: ClassOptions = Field(
-        default_factory=lambda: ClassOptions(share=2, max_in_flight=0.9, max_waiting=10_000, max_wait=3600)
-    )
-    best_effort: ClassOptions = Field(
-        default_factory=lambda: ClassOptions(share=1, max_in_flight=0.8, max_waiting=10_000, max_wait=600)
-    )
+    realtime: Realtime = Field(default_factory=Realtime)
+    interactive: Interactive = Field(default_factory=Interactive)
+    batch: Batch = Field(default_factory=Batch)
+    best_effort: BestEffort = Field(default_factory=BestEffort)
 
     @model_validator(mode="after")
     def _preempts_the_less_urgent(self) -> Self:
