@@ -128,7 +128,7 @@ def test_messages_of_the_program_say_which_request_they_are_about() -> None:
     line = json.loads(JsonFormatter().format(record))
     assert {"level": "WARNING", "logger": "sol.gateway", "message": "engine a is back"}.items() <= line.items()
     assert "request_id" not in line
-    record.request_id = "mine"
+    record.request_id, record.args = "mine", (os.fsdecode(b"\xff"),)
     assert json.loads(JsonFormatter().format(record))["request_id"] == "mine"
 
 

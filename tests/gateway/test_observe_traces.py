@@ -102,11 +102,11 @@ async def test_a_call_is_a_span_with_one_for_each_stage_and_one_for_the_engine()
     assert {"limit", "queue", "route"} <= {span.name for span in stages}
     for span in (*stages, client):
         assert span.parent_span_id == server.span_id
-        assert server.start_time_unix_nano - 10**7 <= span.start_time_unix_nano <= span.end_time_unix_nano
-        assert span.end_time_unix_nano <= server.end_time_unix_nano + 10**7
+        assert server.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.end_time_unix_nano <= server.end_time_unix_nano
     assert [event.name for event in client.events] == ["first byte"]
     assert attributes(server)["sol.outcome"] == "ok"
-    assert attributes(server)["sol.decisions"] == ["route only_one engine a"]
+    assert "route only_one engine a" in attributes(server)["sol.decisions"]
     assert attributes(client) == {"sol.engine": "a", "sol.attempts": 1}
     assert found.resource["service.name"] == "front"
     assert found.keys == ["k"]
@@ -147,6 +147,27 @@ async def test_a_trace_that_is_not_recorded_goes_on_all_the_same() -> None:
             assert sent.startswith(f"00-{TRACE}-")
             assert not recorded(sent)
     assert found.spans == []
+
+
+async def test_a_span_that_cannot_be_made_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with collector() as found:
+        async with running(1, observe={"traces": {"endpoint": found.url}}) as gateway:
+            tracer = gateway.gateway.observe.tracer
+            assert tracer is not None
+            monkeypatch.setattr(tracer._tracer, "start_span", None)
+            answer = await gateway.http.post("/v1/chat/completions", json=CHAT)
+            assert answer.status_code == 200
+            await gateway.settled(1)
+
+
+async def test_a_collector_that_is_away_costs_no_request_and_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sol.gateway.observe import traces
+
+    monkeypatch.setattr(traces, "_LAST_SPANS_SECONDS", 0.1)
+    with collector() as found:
+        url = found.url
+    async with running(1, observe={"traces": {"endpoint": url}}) as gateway:
+        assert (await gateway.http.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
 async def test_without_traces_a_clients_context_passes_as_it_came() -> None:

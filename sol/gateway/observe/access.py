@@ -197,7 +197,7 @@ class JsonFormatter(logging.Formatter):
 def _line(fields: dict[str, Any]) -> bytes:
     try:
         return _encode(fields) + b"\n"
-    except UnicodeEncodeError:  # half a surrogate pair, in a model's name or a prompt
+    except UnicodeEncodeError:  # half a surrogate pair, as in the name of a file that is not UTF-8
         return _encode(_encodable(fields)) + b"\n"
 
 

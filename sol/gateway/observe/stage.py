@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import logging
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,8 @@ from sol.gateway.observe.text import family
 
 if TYPE_CHECKING:
     from sol.gateway.observe.traces import Tracer
+
+logger = logging.getLogger("sol.gateway")
 
 _request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
 
@@ -45,14 +48,17 @@ class ObserveStage:
         if self.tracer is not None:
             await self.tracer.close()
         if self._log is not None:
-            self._log.writer.close()
+            await asyncio.to_thread(self._log.writer.close)
 
     async def enter(self, call: Call) -> None:
         _request_id.set(call.id)
         self._open[call] = self.metrics.begun(call)
         call.pace = self.metrics.pace(call)
         if self.tracer is not None:
-            self.tracer.begin(call)
+            try:
+                self.tracer.begin(call)
+            except Exception:  # it is not the call's fault, and the call does not need it
+                logger.exception("a span could not be begun")
 
     async def leave(self, call: Call, outcome: Outcome) -> None:
         opened = self._open.pop(call, None)
@@ -61,9 +67,16 @@ class ObserveStage:
         call.pace = None  # it refers to the call
         name = outcome_name(outcome)
         self.metrics.ended(call, outcome, name, opened)
-        trace_id = self.tracer.end(call, outcome, name) if self.tracer is not None else None
+        trace_id = self._end_trace(call, outcome, name)
         if self._log is not None:
             self._log.ended(call, outcome, name, trace_id)
+
+    def _end_trace(self, call: Call, outcome: Outcome, name: str) -> str | None:
+        try:
+            return self.tracer.end(call, outcome, name) if self.tracer is not None else None
+        except Exception:
+            logger.exception("a span could not be ended")
+            return None
 
     def refused(self, request_id: str, path: str, error: Exception) -> None:
         """A request to an API that did not become a call."""

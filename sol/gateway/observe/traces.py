@@ -10,9 +10,10 @@ A client's `traceparent` is the first one's parent, and engines are told the las
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sol.errors import ConfigError
 from sol.gateway.call import Call, Outcome
@@ -35,6 +36,8 @@ except ImportError:
         param="observe.traces",
     ) from None
 
+logger = logging.getLogger("sol.gateway")
+
 _LAST_SPANS_SECONDS: Final = 5.0
 _OPERATIONS: Final = {
     "/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/responses": "chat",
@@ -53,6 +56,24 @@ def make_tracer(options: TraceOptions) -> Tracer:
     return Tracer(options, OTLPSpanExporter(endpoint=options.endpoint, headers=dict(options.headers)))
 
 
+class _Clock:
+    """From moments of `time.monotonic()` to nanoseconds since 1970, for one call: its spans agree with each other,
+    whatever is done to the system's clock meanwhile."""
+
+    __slots__ = ("_offset",)
+
+    def __init__(self) -> None:
+        self._offset = time.time_ns() - time.monotonic_ns()
+
+    def ns(self, monotonic: float) -> int:
+        return self._offset + int(monotonic * 1e9)
+
+
+class _Traced(NamedTuple):
+    span: trace.Span
+    clock: _Clock
+
+
 class Tracer:
     """Spans go to `exporter` in a thread of their own; where it does not keep up, the newest are dropped."""
 
@@ -63,7 +84,7 @@ class Tracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("sol.gateway", __version__)
         self._w3c = TraceContextTextMapPropagator()
-        self._open: dict[Call, trace.Span] = {}
+        self._open: dict[Call, _Traced] = {}
 
     async def close(self) -> None:
         """Send what waits, if that takes no longer than five seconds."""
@@ -73,60 +94,71 @@ class Tracer:
         await asyncio.to_thread(thread.join, _LAST_SPANS_SECONDS)
 
     def begin(self, call: Call) -> None:
-        self._open[call] = self._tracer.start_span(
+        clock = _Clock()
+        span = self._tracer.start_span(
             f"{call.method} {call.path}",
             context=self._w3c.extract(call.headers),
             kind=trace.SpanKind.SERVER,
-            start_time=_wall_ns(call.arrived),
+            start_time=clock.ns(call.arrived),
         )
+        self._open[call] = _Traced(span, clock)
 
     def end(self, call: Call, outcome: Outcome, name: str) -> str | None:
         """`name`: the outcome's. Returns the trace's id, as it is written everywhere."""
-        span = self._open.pop(call, None)
-        if span is None:
+        traced = self._open.pop(call, None)
+        if traced is None:
             return None
+        span, clock = traced
         context = span.get_span_context()
         if span.is_recording():
-            self._end_stages(call, outcome, span)
+            self._end_stages(call, outcome, traced)
             span.set_attributes(_http_attributes(call, outcome))
             span.set_attributes(_attributes(call, name))
             _set_error(span, outcome)
-        span.end(_wall_ns(outcome.ended_at))
+        span.end(clock.ns(outcome.ended_at))
         return trace.format_trace_id(context.trace_id)
 
-    def begin_relay(self, call: Call) -> trace.Span | None:
+    def begin_relay(self, call: Call) -> _Traced | None:
         """The span of which the engine's are children. None: the call is not traced."""
-        parent = self._open.get(call)
-        if parent is None:
+        traced = self._open.get(call)
+        if traced is None:
             return None
+        parent, clock = traced
         operation = _OPERATIONS.get(call.path, call.path.rpartition("/")[2])
         context = trace.set_span_in_context(parent)
-        span = self._tracer.start_span(f"{operation} {call.model}", context=context, kind=trace.SpanKind.CLIENT)
+        span = self._tracer.start_span(
+            f"{operation} {call.model}",
+            context=context,
+            kind=trace.SpanKind.CLIENT,
+            start_time=clock.ns(time.monotonic()),
+        )
         # Not the client's: its tracestate belongs to its traceparent.
         headers = {name: value for name, value in call.headers.items() if name not in ("traceparent", "tracestate")}
         self._w3c.inject(headers, trace.set_span_in_context(span))
         call.headers = headers
-        return span
+        return _Traced(span, clock)
 
-    def end_relay(self, span: trace.Span, call: Call, outcome: Outcome) -> None:
+    def end_relay(self, traced: _Traced, call: Call, outcome: Outcome) -> None:
+        span, clock = traced
         if span.is_recording():
             if call.backend is not None:
                 span.set_attribute("sol.engine", call.backend)
             span.set_attribute("sol.attempts", call.attempt)
             if outcome.first_byte_at is not None:
-                span.add_event("first byte", timestamp=_wall_ns(outcome.first_byte_at))
+                span.add_event("first byte", timestamp=clock.ns(outcome.first_byte_at))
             if self._genai:
                 span.set_attributes(_genai_attributes(call, outcome))
             _set_error(span, outcome)
-        span.end(_wall_ns(outcome.ended_at))
+        span.end(clock.ns(outcome.ended_at))
 
-    def _end_stages(self, call: Call, outcome: Outcome, parent: trace.Span) -> None:
+    def _end_stages(self, call: Call, outcome: Outcome, traced: _Traced) -> None:
+        parent, clock = traced
         context = trace.set_span_in_context(parent)
         ends = [*(at for _, at in call.trail[1:]), outcome.ended_at]
         for (stage, began), ended in zip(call.trail, ends, strict=True):
             if stage not in (RELAY, OBSERVE):
-                span = self._tracer.start_span(stage, context=context, start_time=_wall_ns(began))
-                span.end(_wall_ns(ended))
+                span = self._tracer.start_span(stage, context=context, start_time=clock.ns(began))
+                span.end(clock.ns(ended))
 
 
 class RelaySpanStage:
@@ -136,22 +168,21 @@ class RelaySpanStage:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._open: dict[Call, trace.Span] = {}
+        self._open: dict[Call, _Traced] = {}
 
     async def enter(self, call: Call) -> None:
-        span = self._tracer.begin_relay(call)
-        if span is not None:
-            self._open[call] = span
+        try:
+            traced = self._tracer.begin_relay(call)
+        except Exception:  # it is not the call's fault, and the call does not need it
+            logger.exception("a span could not be begun")
+            return
+        if traced is not None:
+            self._open[call] = traced
 
     async def leave(self, call: Call, outcome: Outcome) -> None:
-        span = self._open.pop(call, None)
-        if span is not None:
-            self._tracer.end_relay(span, call, outcome)
-
-
-def _wall_ns(monotonic: float) -> int:
-    """Nanoseconds since 1970 of a moment of `time.monotonic()`."""
-    return time.time_ns() - time.monotonic_ns() + int(monotonic * 1e9)
+        traced = self._open.pop(call, None)
+        if traced is not None:
+            self._tracer.end_relay(traced, call, outcome)
 
 
 def _http_attributes(call: Call, outcome: Outcome) -> dict[str, Any]:
