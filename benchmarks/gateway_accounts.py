@@ -38,7 +38,7 @@ class Asked:
 
 
 def measure_limits(report: Report, directory: Path, cores: Cores) -> None:
-    seconds = 8.0 if report.quick else 150.0
+    seconds = 5.0 if report.quick else 150.0
     limits = {"default_tenant": {"tokens_per_minute": LIMIT}}
     with simulated("--profile", "fast", "--output-tokens-mean", "12", core=cores.measuring) as engine:
         with gateway(directory, {"a": engine}, cores.serving, limits=limits) as front, staying_on(cores.measuring):

@@ -38,7 +38,7 @@ LOADS = (
 
 
 def measure_latency(report: Report, directory: Path, cores: Cores) -> None:
-    turns, seconds = (2, 4) if report.quick else (6, 20)
+    turns, seconds = (1, 4) if report.quick else (6, 20)
     prompts = directory / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": _prompt(number)}) + "\n" for number in range(500)))
     with simulated(*SIMULATOR, core=cores.measuring) as engine:
