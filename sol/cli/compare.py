@@ -378,6 +378,9 @@ def _write(
 def _share(text: str) -> float:
     """`5%` or `0.05`."""
     try:
-        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no share, like 5% or 0.05") from None
+    if value >= 1 and not text.endswith("%"):  # who writes 5 means 5%, and 500% would be found at once
+        raise argparse.ArgumentTypeError(f"{text!r} would be {100 * value:g}%: write {text}%, or {value / 100:g}")
+    return value

@@ -125,7 +125,7 @@ def _simulated(args: argparse.Namespace, goal: Goal) -> _Plan:
     from sol.simulate.config import simulate_config
     from sol.simulate.laws import PROFILES
     from sol.tune import Parameter, SimulatedRunner, Space, Workload, simulated_space
-    from sol.tune.engines import parse_variation
+    from sol.tune.engines import check_named_once, parse_variation
 
     model = args.model if args.model is not None else args.model_flag
     for name, value in (
@@ -158,8 +158,9 @@ def _simulated(args: argparse.Namespace, goal: Goal) -> _Plan:
     )
     space = simulated_space(config.laws)
     parameters = {parameter.name: parameter for parameter in space.parameters}
-    for text in args.vary:
-        name, values = parse_variation(text, tuple(parameters))
+    varied = [parse_variation(text, tuple(parameters)) for text in args.vary]
+    check_named_once([name for name, _ in varied])
+    for name, values in varied:
         parameters[name] = Parameter(name=name, values=values, demand=parameters[name].demand)
     space = Space(tuple(parameters.values()))
     runner = SimulatedRunner(config.laws, goal.slo, workload)

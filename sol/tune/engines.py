@@ -36,7 +36,12 @@ _DEMANDS: Final[Mapping[str, Demand]] = {
 _LOSSLESS: Final[Mapping[str, Any]] = {"quantization": None, "kv_cache_dtype": "auto", "dtype": "auto"}
 """Of the options that change answers the value that does not."""
 
-_WORDS: Final[Mapping[str, Any]] = {"none": None, "true": True, "false": False, "on": True, "off": "off"}
+_WORDS: Final[Mapping[str, Any]] = {"none": None, "true": True, "false": False, "on": True, "off": False}
+_SPECULATION_WORDS: Final[Mapping[str, str]] = {
+    "none": "off", "false": "off", "off": "off", "true": "auto", "on": "auto", "auto": "auto",
+}  # fmt: skip
+_OTHER_FLAGS: Final[Mapping[str, str]] = {"speculative_config": "speculation", "num_speculative_tokens": "speculation"}
+"""Flags of engines that set what is a parameter by another name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +110,21 @@ def engine_space(
     `quantized`: the checkpoint is, so it has no other precision to offer. Raises `ConfigError`.
     """
     values = _usual(target.engine, speculative_model, quantized, on_cpu)
+    check_named_once([variation.name for variation in variations])
     for variation in variations:
         if variation.name in target.options:
             raise ConfigError(f"{variation.name} is given and varied at once: leave one of them out", param="vary")
         values[variation.name] = variation.values
+    for word in target.extra_args:
+        flag = word.partition("=")[0]
+        name = flag.lstrip("-").replace("-", "_").removeprefix("no_")
+        name = _OTHER_FLAGS.get(name, name)
+        if flag.startswith("--") and name in values:
+            raise ConfigError(
+                f"engine_args has {flag}, and {name} is varied: one of the two would have no effect. To fix it, give "
+                f"--vary {name}=VALUE instead",
+                param="engine_args",
+            )
     parameters = []
     for name, choices in values.items():
         if name in target.options:
@@ -189,14 +205,23 @@ def parse_variation(text: str, known: Sequence[str]) -> tuple[str, tuple[Any, ..
     if name not in known:
         raise ConfigError(f"vary: {name!r} is none of {', '.join(known)}", param="vary")
     if not rest.strip().startswith("["):
-        return name, tuple(_value(word.strip()) for word in rest.split(","))
+        return name, tuple(_value(name, word.strip()) for word in rest.split(","))
     try:
         return name, tuple(json.loads(rest))
     except ValueError as error:
         raise ConfigError(f"vary: {rest!r} is no JSON list: {error}", param="vary") from None
 
 
-def _value(word: str) -> Any:
+def check_named_once(names: Sequence[str]) -> None:
+    """Raise `ConfigError` for a name that comes twice: the values of one of the two would be ignored."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"vary: {name} is given twice: give all its values at once", param="vary")
+
+
+def _value(name: str, word: str) -> Any:
+    if name == "speculation":
+        return _SPECULATION_WORDS.get(word.lower(), word)
     if word.lower() in _WORDS:
         return _WORDS[word.lower()]
     for reader in (int, float):

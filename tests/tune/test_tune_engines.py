@@ -102,6 +102,29 @@ def test_values_that_no_engine_takes(text: str, says: str) -> None:
     assert says in caught.value.message
 
 
+def test_words_of_variations() -> None:
+    assert Variation.parse("enable_prefix_caching=on,off").values == (True, False)
+    assert Variation.parse("speculation=on,none").values == ("auto", "off")
+    assert Variation.parse("quantization=none,int8").values == (None, "int8")
+    assert Variation.parse("gpu-memory-utilization=0.8,0.9").values == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("words", "variations", "says"),
+    [
+        (("--max-num-seqs", "4"), (), "engine_args has --max-num-seqs, and max_num_seqs is varied"),
+        (("--no-enable-prefix-caching",), (), "enable_prefix_caching is varied"),
+        (("--speculative-config={}",), (), "speculation is varied"),
+        ((), ("block_size=16", "block-size=32"), "block_size is given twice"),
+    ],
+)
+def test_nothing_is_given_in_two_places(words: tuple[str, ...], variations: tuple[str, ...], says: str) -> None:
+    target = Target(engine="sol", model="org/name", extra_args=words)
+    with pytest.raises(ConfigError) as caught:
+        engine_space(target, variations=[Variation.parse(text) for text in variations])
+    assert says in caught.value.message
+
+
 def test_the_roofline_excludes_what_cannot_be_and_nothing_else(talking_llama: Path) -> None:
     model = load_model_config(resolve(str(talking_llama)))
     fits = Roofline(model=model, machine=Machine(), slo=parse_slo("tpot_p95<10ms"))
