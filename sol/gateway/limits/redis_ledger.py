@@ -68,9 +68,11 @@ class RedisLedger:
                 # A connection that broke while it lay idle; asking again is safe, since every script is idempotent.
                 retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError):  # what they say may be a part of the password
             raise ConfigError(
-                f"limits.redis.url must be like redis://host:6379/0: {error}", param="limits.redis.url"
+                "limits.redis.url must be like redis://:password@host:6379/0, with characters like / and @ in the "
+                "password written as %2F and %40",
+                param="limits.redis.url",
             ) from None
         self._redis: Redis = Redis.from_pool(pool)
         self._p = f"{{{prefix}}}:"

@@ -141,7 +141,10 @@ class LimitStage:
             return
         if not opened.recorded:
             opened.recorded = True
-            self._account(opened, outcome)
+            try:
+                self._account(opened, outcome)
+            except Exception:  # what it holds is given back even so
+                logger.exception("the call %s could not be accounted for", call.id)
         if opened.in_ledger:
             await self.ledger.settle(opened.reservation, opened.tokens, opened.requests)
         self._open.pop(id(call), None)

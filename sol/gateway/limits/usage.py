@@ -98,10 +98,11 @@ class UsageWriter:
             await self.flush()
         except DatabaseAwayError:
             logger.warning("the database is away: usage stays in the journal and is recorded at the next start")
+        finally:
             for record in self._in_memory:
                 with contextlib.suppress(OSError):
                     self._journal.append(_encoder.encode(record))
-        self._journal.close()
+            self._journal.close()
 
     async def _run(self) -> None:
         delay, adopt_in = self._flush, _ADOPT_SECONDS

@@ -36,6 +36,7 @@ _KEPT: Final = frozenset(
 )
 """Of an engine's response headers."""
 _END_SECONDS: Final = 1.0
+_LAST_WORD_SECONDS: Final = 2.0
 _USAGE_SECONDS: Final = 1.0
 _USAGE_PAUSES: Final = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 """Between questions for the usage of what was given up: an engine needs a moment to see that it was."""
@@ -188,6 +189,7 @@ class Attempt:
             raise UpstreamError(f"the engine {engine.name} ended its answer before it was complete")
         if call.output_filters:
             rest = self._filter_end()
+        self._sending = True
         if not reply.started:
             await reply.start(200, self._stream_headers(response))
         if rest:
@@ -196,6 +198,7 @@ class Attempt:
             await reply.end()
             raise StreamFailed(f"the engine {engine.name} failed in the middle of its answer")
         await reply.end()
+        self._sending = False
         if not response.content.at_eof():
             # The end of the encoding may come later than the stream's: read, it leaves a connection to be used again.
             with contextlib.suppress(TimeoutError, aiohttp.ClientError):
@@ -315,9 +318,12 @@ class Attempt:
 
 
 async def fail_stream(reply: Reply, error: Exception) -> None:
-    """Tell a client whose stream has begun that it ends here: a whole event, and no `[DONE]`."""
-    await reply.write(error_event(error))
-    await reply.end()
+    """Tell a client whose stream has begun that it ends here: a whole event, and no `[DONE]`. One that takes nothing of
+    what it was sent cannot be told: it is not waited for."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_WORD_SECONDS):
+            await reply.write(error_event(error))
+            await reply.end()
 
 
 def _has_error_object(body: bytes) -> bool:

@@ -20,6 +20,8 @@ _RUNNING: Final = re.compile(rb', ?"usage": ?\{[^{}]*\}\}(?=\r?\n\r?\n)')
 _COMMA: Final = ord(",")
 _NO_CHOICES: Final = (b'"choices":[]', b'"choices": []')
 _ERROR: Final = (b'data: {"error"', b'data:{"error"', b'data: {"object":"error"', b'data: {"object": "error"')
+_MOST_TOKENS: Final = 10**12
+"""Of one request. More is nonsense, which a ledger must not be charged with."""
 MAX_EVENT_BYTES: Final = 16 * 2**20
 """One event larger than that is no chunk of an answer."""
 
@@ -64,7 +66,9 @@ def usage_in(data: bytes) -> Usage | None:
     completion = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
     details = usage.prompt_tokens_details or usage.input_tokens_details
     cached = details.cached_tokens if details is not None else None
-    if (prompt or 0) < 0 or (completion or 0) < 0 or (prompt is None and completion is None):
+    if prompt is None and completion is None:
+        return None
+    if not (0 <= (prompt or 0) <= _MOST_TOKENS and 0 <= (completion or 0) <= _MOST_TOKENS):
         return None
     return Usage(
         prompt_tokens=prompt or 0,

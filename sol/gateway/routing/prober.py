@@ -68,11 +68,15 @@ class Prober:
             # Not all engines of all gateways in the same moment.
             await asyncio.sleep(interval * random.uniform(0.9, 1.1))  # noqa: S311
 
+    # Redirections are not followed: what they lead to is not the engine, and must not get its credentials.
+
     async def _probe(self, session: aiohttp.ClientSession, engine: Engine, path: str) -> None:
         was_well = engine.health.is_well
         try:
             async with asyncio.timeout(self._config.timeout):
-                async with session.get(engine.base_url + path, headers=engine.headers) as response:
+                async with session.get(
+                    engine.base_url + path, headers=engine.headers, allow_redirects=False
+                ) as response:
                     if response.status < 500:  # 401 or 404: somebody is there, and says so
                         engine.health.probed("good")
                     else:
@@ -93,7 +97,9 @@ class Prober:
         in_flight = engine.in_flight
         try:
             async with asyncio.timeout(self._config.timeout):
-                async with session.get(engine.base_url + path, headers=engine.headers) as response:
+                async with session.get(
+                    engine.base_url + path, headers=engine.headers, allow_redirects=False
+                ) as response:
                     if response.status != 200:
                         return
                     text = await response.content.read(_MAX_METRICS_BYTES)
