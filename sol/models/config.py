@@ -19,6 +19,8 @@ SUPPORTED_ARCHITECTURES: Final = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Phi3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
 )
 """Hugging Face's class names. GGUF files call them `llama` (Llama and Mistral), `qwen2`, `qwen3`, `gemma2`, `gemma3`
 and `phi3`."""
@@ -51,6 +53,20 @@ class RopeFactors:
 
     factors: tuple[float, ...]
     """head_dim / 2 of them, highest frequency first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in place of every MLP; each has the model's `intermediate_size`."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    """The scores of a token's experts are made to add up to 1."""
+    module: str
+    """What a layer calls the mixture in checkpoints; router and experts are `gate` and `experts.0` … in it."""
+    projections: tuple[str, str, str]
+    """What an expert calls gate, up and down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +118,7 @@ class ModelConfig:
     logits_softcap: float | None = None
     fused_projections: bool = False
     """Checkpoints hold q, k and v as one matrix, and gate and up (Phi-3)."""
+    experts: ExpertsConfig | None = None
     quantization: QuantizationConfig | None = None
     """How the matrices are stored; None: in full precision."""
 
@@ -139,6 +156,12 @@ def _check(config: ModelConfig, origin: str) -> None:
     if config.windows and len(config.windows) != config.num_hidden_layers:
         raise CheckpointError(
             f"{origin}: {len(config.windows)} layers have a type, the model has {config.num_hidden_layers}",
+            param="model",
+        )
+    if config.experts is not None and config.experts.num_experts_per_tok > config.experts.num_experts:
+        raise CheckpointError(
+            f"{origin}: num_experts_per_tok is {config.experts.num_experts_per_tok}, but there are "
+            f"{config.experts.num_experts} experts",
             param="model",
         )
     scaling = config.rope_scaling

@@ -38,6 +38,14 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
             "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
         }
+    if config.experts is not None:
+        projections = {name: shape for name, shape in projections.items() if not name.startswith("mlp.")}
+        module, (gate, up, down) = config.experts.module, config.experts.projections
+        projections[f"{module}.gate"] = (config.experts.num_experts, hidden, False)
+        for index in range(config.experts.num_experts):
+            projections[f"{module}.experts.{index}.{gate}"] = (intermediate, hidden, False)
+            projections[f"{module}.experts.{index}.{up}"] = (intermediate, hidden, False)
+            projections[f"{module}.experts.{index}.{down}"] = (hidden, intermediate, False)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"

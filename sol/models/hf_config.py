@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from sol.errors import CheckpointError, UnsupportedModelError
 from sol.models import quantization_config
-from sol.models.config import SUPPORTED_ARCHITECTURES, LinearRopeScaling, Llama3RopeScaling, ModelConfig
+from sol.models.config import SUPPORTED_ARCHITECTURES, ExpertsConfig, LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from sol.models.fields import Fields, read_json_object
 from sol.models.source import ModelFiles
 
@@ -36,9 +36,9 @@ class _Family:
     """None: `attention_bias` says it, of q, k, v and o."""
     head_norms: bool = False
     windows: str | None = None
-    """"all": `sliding_window` is of all layers; "upper": of the layers from `max_window_layers` on, if
-    `use_sliding_window`; "alternate": of every second layer, the first among them; "pattern": of all but the last of
-    each `sliding_window_pattern` layers. `layer_types` overrules the last three."""
+    """"all": `sliding_window` is of all layers; "used": the same, if `use_sliding_window`; "upper": of the layers from
+    `max_window_layers` on, if `use_sliding_window`; "alternate": of every second layer, the first among them;
+    "pattern": of all but the last of each `sliding_window_pattern` layers. `layer_types` overrules the last three."""
     window: int | None = 4096
     """Where `sliding_window` is left out; None: then there is none."""
     rms_norm_eps: float = 1e-6
@@ -49,6 +49,8 @@ class _Family:
     logits_softcap: float | None = None
     local_rope_theta: float | None = None
     fused_projections: bool = False
+    experts: str | None = None
+    """What a layer of it calls its mixture of experts."""
 
 
 _FAMILIES: Final = {
@@ -78,9 +80,21 @@ _FAMILIES: Final = {
     "Phi3ForCausalLM": _Family(
         None, 4096, qkv_bias=False, windows="all", window=None, rms_norm_eps=1e-5, fused_projections=True
     ),
+    "Qwen3MoeForCausalLM": _Family(4, 32768, head_norms=True, windows="used", experts="mlp"),
+    "MixtralForCausalLM": _Family(
+        8,
+        4096 * 32,
+        qkv_bias=False,
+        windows="all",
+        window=None,
+        rms_norm_eps=1e-5,
+        experts="block_sparse_moe",
+    ),
 }
 _BY_MODEL_TYPE: Final = {
-    "gemma3_text" if name == "Gemma3ForCausalLM" else name.removesuffix("ForCausalLM").lower(): name
+    {"Gemma3ForCausalLM": "gemma3_text", "Qwen3MoeForCausalLM": "qwen3_moe"}.get(
+        name, name.removesuffix("ForCausalLM").lower()
+    ): name
     for name in _FAMILIES
 }
 
@@ -93,6 +107,7 @@ _REFUSED: Final = {
     "use_bidirectional_attention": "attention to later tokens",
 }
 """Keys that, when set, ask for something Sol does not compute."""
+_NUM_EXPERTS: Final = ("num_local_experts", "num_experts")
 
 
 def read(files: ModelFiles) -> ModelConfig:
@@ -118,7 +133,11 @@ def read(files: ModelFiles) -> ModelConfig:
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=(
+            fields.integer("moe_intermediate_size", 768)
+            if family.experts == "mlp"
+            else fields.integer("intermediate_size")
+        ),
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=fields.integer("num_key_value_heads", family.num_key_value_heads or num_heads),
@@ -144,6 +163,7 @@ def read(files: ModelFiles) -> ModelConfig:
         ),
         logits_softcap=_softcap(fields, "final_logit_softcapping", family.logits_softcap) if family.gemma else None,
         fused_projections=family.fused_projections,
+        experts=_experts(fields, family.experts) if family.experts is not None else None,
         torch_dtype=_dtype(fields, files),
         bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
         eos_token_ids=_eos_token_ids(fields, files, vocab_size),
@@ -173,7 +193,7 @@ def _refuse_unsupported(fields: Fields, family: _Family) -> None:
     if auto_map:
         raise _unsupported(fields, "auto_map", auto_map, "models whose code is built in; none is run from a checkpoint")
     for key, meaning in _REFUSED.items():
-        if values.get(key):
+        if values.get(key) and not (family.experts is not None and key in _NUM_EXPERTS):
             raise UnsupportedModelError(
                 f"{fields.origin}: {key} asks for {meaning}, which Sol does not support", param="model"
             )
@@ -191,6 +211,30 @@ def _refuse_unsupported(fields: Fields, family: _Family) -> None:
         raise _unsupported(fields, "hidden_act", activation, "silu")
 
 
+def _experts(fields: Fields, module: str) -> ExpertsConfig:
+    if module == "block_sparse_moe":
+        return ExpertsConfig(
+            num_experts=fields.integer("num_local_experts", 8),
+            num_experts_per_tok=fields.integer("num_experts_per_tok", 2),
+            norm_topk_prob=True,
+            module=module,
+            projections=("w1", "w3", "w2"),
+        )
+    if fields.integer("decoder_sparse_step", 1) != 1:
+        raise _unsupported(fields, "decoder_sparse_step", fields.values["decoder_sparse_step"], "1")
+    if fields.values.get("mlp_only_layers"):
+        raise _unsupported(fields, "mlp_only_layers", fields.values["mlp_only_layers"], "none")
+    # transformers 5 writes it by its other name.
+    key = "num_experts" if fields.values.get("num_experts") is not None else "num_local_experts"
+    return ExpertsConfig(
+        num_experts=fields.integer(key, 128),
+        num_experts_per_tok=fields.integer("num_experts_per_tok", 8),
+        norm_topk_prob=fields.boolean("norm_topk_prob", False),
+        module=module,
+        projections=("gate_proj", "up_proj", "down_proj"),
+    )
+
+
 def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
     """null is none, absent the family's default."""
     if fields.values.get(key) is None:
@@ -200,14 +244,16 @@ def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
 
 def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int | None, ...]:
     values = fields.values
-    if family.windows is None or (family.windows == "upper" and not fields.boolean("use_sliding_window", False)):
+    if family.windows is None:
+        return ()
+    if family.windows in ("used", "upper") and not fields.boolean("use_sliding_window", False):
         return ()
     if values.get("sliding_window") is None and ("sliding_window" in values or family.window is None):
         if family.gemma:
             raise fields.error("sliding_window", None, "a whole number of at least 1")
         return ()
     window = fields.integer("sliding_window", family.window or 1)
-    if family.windows == "all":
+    if family.windows in ("all", "used"):
         return (window,) * num_layers
     types = values.get("layer_types")
     if types is None and family.windows != "upper":

@@ -2,17 +2,17 @@
 
 Llama 1 to 3.x, SmolLM2 and their like; Mistral (windows), Qwen2 (biases on q, k and v), Qwen3 (norms of heads), Phi-3
 (fused matrices in its files), Gemma 2 and 3 (post-norms, soft-caps, windows in some layers; arXiv:2408.00118,
-arXiv:2503.19786). What sets them apart is in `ModelConfig`.
+arXiv:2503.19786), Mixtral and Qwen3-MoE (mixtures of experts). What sets them apart is in `ModelConfig`.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from sol.models.config import ModelConfig
+from sol.models.config import ExpertsConfig, ModelConfig
 from sol.models.rope import build_rope
 from sol.models.weight_loader import WeightLoader
-from sol.ops.program import AttentionInput, MlpInput, Op, PagedAttention, Program, ProjectResidual
+from sol.ops.program import AttentionInput, MlpInput, Moe, Op, PagedAttention, Program, ProjectResidual
 from sol.ops.weights import Norm
 
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -65,6 +65,11 @@ def build(config: ModelConfig, weights: WeightLoader, max_positions: int) -> Pro
             ProjectResidual(
                 weights.linear([(f"{attention}.o_proj", hidden)], q_rows, bias=config.output_bias), norm=post_norm
             ),
+        ]
+        if config.experts is not None:
+            body.append(_mixture(config, config.experts, weights, prefix, norm(f"{prefix}.{mlp_norm}")))
+            continue
+        body += [
             MlpInput(
                 norm=norm(f"{prefix}.{mlp_norm}"),
                 gate_up=weights.linear(gate_up, hidden, bias=config.mlp_bias),
@@ -90,4 +95,20 @@ def build(config: ModelConfig, weights: WeightLoader, max_positions: int) -> Pro
         head=head,
         embedding_scale=config.embedding_scale,
         logits_softcap=config.logits_softcap,
+    )
+
+
+def _mixture(config: ModelConfig, experts: ExpertsConfig, weights: WeightLoader, prefix: str, norm: Norm) -> Moe:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    gate, up, down = experts.projections
+    modules = [f"{prefix}.{experts.module}.experts.{index}" for index in range(experts.num_experts)]
+    return Moe(
+        norm=norm,
+        router=weights.linear([(f"{prefix}.{experts.module}.gate", experts.num_experts)], hidden),
+        gate_up=weights.experts(
+            [[(f"{module}.{gate}", intermediate), (f"{module}.{up}", intermediate)] for module in modules], hidden
+        ),
+        down=weights.experts([[(f"{module}.{down}", hidden)] for module in modules], intermediate),
+        experts_per_token=experts.num_experts_per_tok,
+        normalise=experts.norm_topk_prob,
     )

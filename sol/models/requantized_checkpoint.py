@@ -12,7 +12,8 @@ from sol.ops.dequantize import dequantize
 from sol.ops.weights import Dense, Stored
 from sol.quantization.rounding import GROUP_SIZE, int4_group, int8_channel
 
-_INT8_ALWAYS: Final = ("model.embed_tokens.weight", "lm_head.weight")
+_INT8_ALWAYS: Final = ("model.embed_tokens.weight", "lm_head.weight", ".gate.weight")
+"""Ends of names; the last one is a router's: who computes hangs on it, and it is small."""
 """Embedding and head lose most by four bits, and every token pays for it."""
 
 
@@ -29,8 +30,8 @@ class _Readable(Protocol):
 class RequantizedCheckpoint:
     """Implements `sol.models.checkpoint.Checkpoint`, one matrix at a time: `load` gives what the codes stand for.
 
-    int8: one scale a row, everywhere. int4: a scale and a zero point for each 32 columns, embedding and
-    head int8. Norms and biases stay as they are.
+    int8: one scale a row, everywhere. int4: a scale and a zero point for each 32 columns, embedding,
+    head and routers int8. Norms and biases stay as they are.
     """
 
     def __init__(self, checkpoint: _Readable, quantization: Literal["int8", "int4"]) -> None:
@@ -49,7 +50,7 @@ class RequantizedCheckpoint:
         if len(shape) != 2:
             return self._checkpoint.stored_nbytes(name)
         rows, columns = shape
-        if self._quantization == "int8" or name in _INT8_ALWAYS:
+        if self._quantization == "int8" or name.endswith(_INT8_ALWAYS):
             return rows * (columns + 4)
         return int4_nbytes(rows, columns, GROUP_SIZE)
 
@@ -66,7 +67,7 @@ class RequantizedCheckpoint:
         matrix = self._checkpoint.stored(name)
         assert isinstance(matrix, Dense)  # a checkpoint that is quantised already was refused
         try:
-            if self._quantization == "int8" or name in _INT8_ALWAYS:
+            if self._quantization == "int8" or name.endswith(_INT8_ALWAYS):
                 return int8_channel(matrix.weight)
             columns = matrix.weight.shape[1]
             if columns % GROUP_SIZE == 0:

@@ -92,6 +92,22 @@ class WeightLoader:
                 start += count
         return Linear(segments=segments, bias=bias_out)
 
+    def experts(self, parts_of: Sequence[Sequence[tuple[str, int]]], in_features: int) -> tuple[Linear, ...]:
+        """As many projections of equal shape, each as `linear` gives it; dense ones on a GPU one after another in one
+        tensor, for kernels that find an expert by its number."""
+        if self._packer is not None or torch.device(self.device).type == "cpu":
+            return tuple(self.linear(parts, in_features) for parts in parts_of)
+        for parts in parts_of:
+            for name, count in parts:
+                self._check(f"{name}.weight", (count, in_features))
+        whole = self._empty(len(parts_of), sum(count for _, count in parts_of[0]), in_features)
+        for parts, weight in zip(parts_of, whole, strict=True):
+            start = 0
+            for name, count in parts:
+                self._fill(f"{name}.weight", weight[start : start + count])
+                start += count
+        return tuple(Linear(segments=(Dense(weight),)) for weight in whole)
+
     def tied(self, name: str, embedding_name: str, embedding: Weight) -> Linear:
         """A head that is the embedding. Files may store it a second time; a copy that differs is an error."""
         if name in self._names:

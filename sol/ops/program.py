@@ -8,6 +8,8 @@ five ops of a decoder layer, in the order in which data goes through them:
     ProjectResidual  a → residual          output projection, in Gemma a norm of it, added to the residual
     MlpInput         residual → h          norm, gate/up projection, SiLU(gate) · up, in Gemma GELU(gate) · up
     ProjectResidual  h → residual          down projection, as the output projection
+
+In a mixture of experts, `Moe` stands in the place of the last two.
 """
 
 from __future__ import annotations
@@ -65,7 +67,26 @@ class MlpInput:
     """Of gate"""
 
 
-Op = AttentionInput | PagedAttention | ProjectResidual | MlpInput
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """A mixture of experts (arXiv:2401.04088) in place of an MLP, from the residual to the residual.
+
+    Each token goes to the `experts_per_token` experts of the largest scores; what they give is added with the scores
+    as weights. Scores are the softmax over all experts of the router's logits.
+    """
+
+    norm: Norm
+    router: Linear
+    """[experts, hidden_size]"""
+    gate_up: tuple[Linear, ...]
+    """Of each expert, rows: gate, then up. On a GPU they lie one after another in one tensor, as `down` does."""
+    down: tuple[Linear, ...]
+    experts_per_token: int
+    normalise: bool
+    """The chosen scores are divided by their sum."""
+
+
+Op = AttentionInput | PagedAttention | ProjectResidual | MlpInput | Moe
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +123,7 @@ class Program:
         add_weight(self.embedding)
         add(self.final_norm.weight)
         for op in self.body:
-            if isinstance(op, (AttentionInput, MlpInput, ProjectResidual)) and op.norm is not None:
+            if isinstance(op, (AttentionInput, MlpInput, ProjectResidual, Moe)) and op.norm is not None:
                 add(op.norm.weight)
             if isinstance(op, AttentionInput):
                 for norm in (op.q_norm, op.k_norm):
@@ -119,6 +140,10 @@ class Program:
             match op:
                 case AttentionInput(qkv=linear) | MlpInput(gate_up=linear) | ProjectResidual(weight=linear):
                     yield linear
+                case Moe():
+                    yield op.router
+                    yield from op.gate_up
+                    yield from op.down
                 case PagedAttention():
                     pass
         yield self.head
@@ -151,6 +176,10 @@ class Ops(Protocol):
 
     def mlp_input(self, residual: torch.Tensor, op: MlpInput) -> torch.Tensor:
         """[T, D] → [T, intermediate_size]"""
+        ...
+
+    def moe(self, residual: torch.Tensor, op: Moe) -> torch.Tensor:
+        """[T, D] → [T, D], added to `residual`, whose storage may be reused"""
         ...
 
     def logits(self, residual: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None) -> torch.Tensor:
@@ -193,6 +222,8 @@ def run(program: Program, ops: Ops, batch: RaggedBatch, kv_cache: KVCache) -> to
             x = ops.paged_attention(x, op, plan)
         elif isinstance(op, MlpInput):
             x = ops.mlp_input(residual, op)
+        elif isinstance(op, Moe):
+            residual = ops.moe(residual, op)
         else:
             residual = ops.project_residual(x, op.weight, residual, op.norm)
     return ops.logits(residual[batch.logits_rows], program.final_norm, program.head, program.logits_softcap)

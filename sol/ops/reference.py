@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from sol.ops.batch import KVCache, RaggedBatch
 from sol.ops.dequantize import dequantize, dequantize_rows
-from sol.ops.program import AttentionInput, MlpInput, PagedAttention, Program
+from sol.ops.program import AttentionInput, MlpInput, Moe, PagedAttention, Program
 from sol.ops.weights import Dense, Linear, Norm, Packed, Stored, Weight
 
 GATHER_TOKENS: Final = 32768
@@ -115,6 +115,21 @@ class ReferenceOps:
         if op.activation == "gelu_tanh":
             return functional.gelu(gate, approximate="tanh").mul_(up)
         return functional.silu(gate).mul_(up)
+
+    def moe(self, residual: torch.Tensor, op: Moe) -> torch.Tensor:
+        x = _rms_norm(residual, op.norm)
+        scores, chosen = _linear(x, op.router).float().softmax(dim=-1).topk(op.experts_per_token, dim=-1)
+        if op.normalise:
+            scores = scores / scores.sum(dim=-1, keepdim=True)
+        mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for index, (gate_up, down) in enumerate(zip(op.gate_up, op.down, strict=True)):
+            tokens, place = torch.where(chosen == index)
+            if tokens.numel() == 0:
+                continue
+            gate, up = _linear(x[tokens], gate_up).chunk(2, dim=-1)
+            out = _linear(functional.silu(gate).mul_(up), down)
+            mixed.index_add_(0, tokens, out.float() * scores[tokens, place].unsqueeze(1))
+        return residual + mixed.to(residual.dtype)
 
     def logits(self, residual: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None) -> torch.Tensor:
         logits = _linear(_rms_norm(residual, norm), head).float()

@@ -95,6 +95,8 @@ def workspace_bytes(model: ModelConfig, max_num_batched_tokens: int, max_num_seq
     activations = (
         (4 if model.post_norms else 3) * model.hidden_size + 3 * q_size + 2 * kv_size + 3 * model.intermediate_size
     )
+    if model.experts is not None:
+        activations += model.hidden_size + model.experts.num_experts + 6 * model.experts.num_experts_per_tok
     return 4 * (max_num_batched_tokens * activations + max_num_seqs * 4 * model.vocab_size)
 
 

@@ -90,6 +90,9 @@ def workspace_bytes(model: ModelConfig, dtype: torch.dtype, max_num_batched_toke
     q_size = model.num_attention_heads * model.head_dim
     kv_size = model.num_key_value_heads * model.head_dim
     activations = 4 * model.hidden_size + 3 * q_size + 4 * kv_size + 4 * model.intermediate_size
+    if model.experts is not None:  # pairs of tokens and experts, and what they give in float32
+        per_pair = model.intermediate_size + 2 * model.hidden_size + 3 * model.experts.num_experts
+        activations += model.experts.num_experts_per_tok * per_pair
     logits = model.vocab_size * (dtype.itemsize + 3 * torch.float32.itemsize)
     gathered = GATHER_TOKENS * 2 * kv_size
     return (max_num_batched_tokens * activations + gathered) * dtype.itemsize + max_num_seqs * logits

@@ -15,6 +15,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"family": "Gemma2", "sliding_window": 6},
     "gemma3": {"family": "Gemma3", "sliding_window": 6, "sliding_window_pattern": 2},
     "phi3": {"family": "Phi3", "sliding_window": 8},
+    "mixtral": {"family": "Mixtral", "num_local_experts": 4},
+    "qwen3 moe": {"family": "Qwen3Moe", "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
 }
 PROMPTS = [[5 + 3 * i % 300 for i in range(count)] for count in (3, 21)]
 NEW_TOKENS = 16

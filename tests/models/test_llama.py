@@ -70,6 +70,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
     "phi3": {"family": "Phi3"},
+    "mixtral": {"family": "Mixtral", "num_local_experts": 4, "sliding_window": 9},
+    "mixtral, one expert each": {"family": "Mixtral", "num_local_experts": 3, "num_experts_per_tok": 1},
+    "qwen3 moe": {"family": "Qwen3Moe", "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+    "qwen3 moe, normalised": {
+        "family": "Qwen3Moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
     "phi3, windows": {"family": "Phi3", "sliding_window": 8, "tie_word_embeddings": True},
 }
 BLOCK_SIZE = 4
@@ -191,6 +201,8 @@ def test_every_weight_of_a_dummy_checkpoint_is_used(tiny_llama: Callable[..., Ti
         {"family": "Gemma2"},
         {"family": "Gemma3"},
         {"family": "Phi3"},
+        {"family": "Mixtral", "num_local_experts": 4},
+        {"family": "Qwen3Moe", "num_experts": 6, "num_experts_per_tok": 3},
     ):
         config = load_model_config(resolve(str(tiny_llama(**options).directory), progress=False))
         program = load_program(config, DummyCheckpoint(config), dtype=torch.bfloat16, max_positions=8)

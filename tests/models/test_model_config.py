@@ -116,6 +116,47 @@ def test_defaults_of_other_families(tmp_path: Path, family: str) -> None:
     assert config.architecture == f"{family}ForCausalLM"
 
 
+def test_mixtures_of_experts(tmp_path: Path) -> None:
+    mixtral = SMALLEST | {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}
+    qwen3 = SMALLEST | {"architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2}
+    config = read(tmp_path, mixtral)
+    assert config.experts is not None
+    theirs = transformers.MixtralConfig()
+    assert config.experts.num_experts == theirs.num_local_experts
+    assert config.experts.num_experts_per_tok == theirs.num_experts_per_tok
+    assert (config.experts.norm_topk_prob, config.intermediate_size, config.windows) == (True, 96, ())
+    config = read(tmp_path, qwen3)
+    assert config.experts is not None
+    theirs = transformers.Qwen3MoeConfig()
+    assert config.experts.num_experts == theirs.num_experts
+    assert config.experts.num_experts_per_tok == theirs.num_experts_per_tok
+    assert config.experts.norm_topk_prob == theirs.norm_topk_prob
+    assert config.intermediate_size == theirs.moe_intermediate_size
+    # Its window is of all layers, whatever max_window_layers says.
+    used = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    assert read(tmp_path, qwen3 | used).windows == (7, 7)
+    for name in ("num_experts", "num_local_experts"):
+        found = read(tmp_path, qwen3 | {name: 16, "norm_topk_prob": True}).experts
+        assert found is not None
+        assert (found.num_experts, found.norm_topk_prob) == (16, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2; supported is 1"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers is .0.; supported is none"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5, but there are 4 experts"),
+        ({"num_experts": 0}, "num_experts must be a whole number of at least 1"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
+    ],
+)
+def test_what_a_mixture_may_not_say(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    qwen3 = SMALLEST | {"architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 2}
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, qwen3 | changes)
+
+
 GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"],
     "num_attention_heads": 4,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from quantized_models import Tensors, awq, compressed, gptq, int_quantized, pack_quantized, save_quantized
+from safetensors.torch import save_file
 from test_llama import PagedRun, random_tokens
 from tiny_models import GGUFOptions, TinyLlama, gguf_name, make_llama, random_blocks, write_gguf
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, PreTrainedConfig
@@ -151,6 +152,24 @@ def test_logits_of_what_is_quantised_at_load(
     weights = {name: checkpoint.load(name, torch.float32) for name in checkpoint.names()}
     found = assert_logits(tiny.directory, transformers_logits(tiny.model.config, weights), quantization)
     assert [type(part) for part in found] == [Int4Group if quantization == "int4" else Int8Channel]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_logits_of_experts_quantised_at_load(
+    tiny_llama: Callable[..., TinyLlama], tmp_path: Path, quantization: Any
+) -> None:
+    tiny = tiny_llama(hidden_size=128, intermediate_size=160, family="Mixtral", num_local_experts=4)
+    checkpoint = open_checkpoint(resolve(str(tiny.directory)), quantization)
+    router = checkpoint.stored("model.layers.0.block_sparse_moe.gate.weight")
+    assert isinstance(router, Int8Channel), "who computes hangs on it"
+    weights = {name: checkpoint.load(name, torch.float32) for name in checkpoint.names()}
+    # transformers holds experts in other tensors than it saves.
+    tiny.model.config.save_pretrained(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0]
+    assert_logits(tiny.directory, expected, quantization)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])

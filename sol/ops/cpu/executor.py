@@ -15,7 +15,7 @@ import torch
 from sol.ops.batch import RaggedBatch
 from sol.ops.cpu import native as abi
 from sol.ops.cpu.native import ALIGNMENT, Activation, Isa, KVDType, Native, OpKind
-from sol.ops.program import AttentionInput, MlpInput, Op, PagedAttention, Program, ProjectResidual
+from sol.ops.program import AttentionInput, MlpInput, Moe, Op, PagedAttention, Program, ProjectResidual
 from sol.ops.weights import Linear, Norm, Packed, Weight
 
 TIMES: Final = ("embed", "attention_input", "paged_attention", "project_residual", "mlp_input", "logits", "waiting")
@@ -76,14 +76,15 @@ class CpuExecutor:
             self.kv_cache = cache_of.kv_cache[:nbytes]  # layers come one after the other
         embedding, head = program.embedding, program.head
         first = next(op for op in program.body if isinstance(op, AttentionInput))
-        mlp = next(op for op in program.body if isinstance(op, MlpInput))
+        mlp = next(op for op in program.body if isinstance(op, (MlpInput, Moe)))
+        gate_up = mlp.gate_up[0] if isinstance(mlp, Moe) else mlp.gate_up
         ops = (abi.SolOp * len(program.body))(*map(self._op, program.body))
         description = abi.SolModelDesc(
             isa=isa,
             num_threads=num_threads,
             cores=self._cores(cores, num_threads),
             hidden_size=_packed(embedding).in_features,
-            intermediate_size=sum(_packed(segment).rows for segment in mlp.gate_up.segments) // 2,
+            intermediate_size=sum(_packed(segment).rows for segment in gate_up.segments) // 2,
             vocab_size=_packed(embedding).rows,
             max_positions=first.rope.cos.shape[0],
             num_layers=num_layers,
@@ -153,7 +154,10 @@ class CpuExecutor:
         self._logits = torch.empty((0, self._vocab_size), dtype=torch.float32)
 
     def times(self) -> dict[str, float]:
-        """Seconds spent in each kind of work since the last call; "waiting" is the caller's at barriers."""
+        """Seconds spent in each kind of work since the last call; "waiting" is the caller's at barriers.
+
+        A mixture of experts is counted as "mlp_input".
+        """
         seconds = (ctypes.c_double * len(TIMES))()
         self._native.functions.sol_model_times(self._model, seconds)
         return dict(zip(TIMES, seconds, strict=True))
@@ -198,6 +202,17 @@ class CpuExecutor:
                     linear=self._linear(op.gate_up),
                     activation=_ACTIVATIONS[op.activation],
                 )
+            case Moe():
+                return abi.SolOp(
+                    kind=OpKind.MOE,
+                    norm=self._norm(op.norm),
+                    linear=self._linear(op.router),
+                    num_experts=len(op.gate_up),
+                    experts_per_token=op.experts_per_token,
+                    normalise=op.normalise,
+                    expert_gate_up=self._linears(op.gate_up),
+                    expert_down=self._linears(op.down),
+                )
 
     def _norm(self, norm: Norm | None) -> abi.SolNorm:
         if norm is None:
@@ -212,6 +227,11 @@ class CpuExecutor:
             segments=segments,
             bias=None if linear.bias is None else self._floats(linear.bias),
         )
+
+    def _linears(self, linears: Sequence[Linear]) -> ctypes.Array[abi.SolLinear]:
+        made = (abi.SolLinear * len(linears))(*map(self._linear, linears))
+        self._keep.append(made)
+        return made
 
     def _floats(self, tensor: torch.Tensor) -> int:
         assert tensor.dtype == torch.float32

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sol.ops.weights import Packed
 
-ABI_VERSION: Final = 4
+ABI_VERSION: Final = 5
 LIBRARY: Final = Path(__file__).with_name("_native.so")
 OVERRIDE: Final = "SOL_CPU_LIBRARY"
 """An environment variable for developers: another build of the library, e.g. an instrumented one."""
@@ -65,6 +65,7 @@ class OpKind(enum.IntEnum):
     PAGED_ATTENTION = 1
     PROJECT_RESIDUAL = 2
     MLP_INPUT = 3
+    MOE = 4
 
 
 class Activation(enum.IntEnum):
@@ -129,6 +130,12 @@ class SolOp(ctypes.Structure):
         ("activation", c_int32),
         ("q_norm", SolNorm),
         ("k_norm", SolNorm),
+        ("num_experts", c_int32),
+        ("experts_per_token", c_int32),
+        ("normalise", c_int32),
+        ("reserved", c_int32),
+        ("expert_gate_up", POINTER(SolLinear)),
+        ("expert_down", POINTER(SolLinear)),
     )
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from sol.ops.batch import KVCache, RaggedBatch
-from sol.ops.gpu import elementwise, linear
+from sol.ops.gpu import elementwise, experts, linear
 from sol.ops.gpu.attention import FEW, AttentionInputs, attend
 from sol.ops.gpu.batch import DeviceBatch
 from sol.ops.gpu.launch import Counters
-from sol.ops.program import AttentionInput, MlpInput, PagedAttention, Program, ProjectResidual
+from sol.ops.program import AttentionInput, MlpInput, Moe, PagedAttention, Program, ProjectResidual
 from sol.ops.weights import Dense, Linear, Norm, Weight
 
 BEGIN_NORMS_TOKENS: Final = 16
@@ -147,6 +148,20 @@ class GpuOps:
             return h
         return elementwise.gate_mul(self._linear(elementwise.rms_norm(residual, op.norm), op.gate_up), op.activation)
 
+    def moe(self, residual: torch.Tensor, op: Moe) -> torch.Tensor:
+        """In place: `residual` is changed and returned."""
+        tokens = residual.shape[0]
+        self._begun = None
+        x = elementwise.rms_norm(residual, op.norm)
+        scores, chosen = self._linear(x, op.router).float().softmax(dim=-1).topk(op.experts_per_token, dim=-1)
+        if op.normalise:
+            scores /= scores.sum(dim=-1, keepdim=True)
+        groups = experts.group(chosen, len(op.gate_up), 16 if tokens <= experts.FEW_TOKENS else 64)
+        h = experts.gate_up(x, _stacked(op.gate_up), groups, scores)
+        out = experts.down(h, _stacked(op.down), groups, scores)
+        residual += out.view(tokens, op.experts_per_token, -1).sum(1).to(residual.dtype)
+        return residual
+
     def logits(self, residual: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None) -> torch.Tensor:
         if residual.shape[0] == 0:
             rows = sum(_matrix(segment).shape[0] for segment in head.segments)
@@ -215,6 +230,16 @@ def _matrix(weight: Any) -> torch.Tensor:
     if weight.weight.stride(1) != 1:
         raise ValueError("a weight lies by columns; GPU kernels read rows: load it for the device it is used on")
     return weight.weight
+
+
+def _stacked(linears: Sequence[Linear]) -> torch.Tensor:
+    """[experts, rows, columns]: matrices that lie one after another, as one."""
+    first, last = (_matrix(linear.segments[0]) for linear in (linears[0], linears[-1]))
+    distance = (len(linears) - 1) * first.numel() * first.element_size()
+    if last.data_ptr() - first.data_ptr() != distance or not first.is_contiguous():
+        raise ValueError("experts lie apart; GPU kernels find one by its number: load them for the device")
+    rows, columns = first.shape
+    return first.as_strided((len(linears), rows, columns), (rows * columns, columns, 1))
 
 
 def _on_device(batch: RaggedBatch) -> DeviceBatch:

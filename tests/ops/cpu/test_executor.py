@@ -42,6 +42,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma2": {"family": "Gemma2", "num_hidden_layers": 3, "sliding_window": 6, "query_pre_attn_scalar": 20},
     "gemma3": {"family": "Gemma3", "num_hidden_layers": 3, "sliding_window": 6, "sliding_window_pattern": 2},
     "phi3": {"family": "Phi3", "sliding_window": 8},
+    "mixtral": {"family": "Mixtral", "num_local_experts": 4},
+    "qwen3 moe": {"family": "Qwen3Moe", "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 30},
 }  # fmt: skip
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 K_KINDS = ("Q4_K", "Q5_K", "Q6_K")
@@ -90,9 +92,11 @@ def rounded(program: Program, dtype: torch.dtype) -> Program:
         return Dense(matrix.weight.to(dtype).float())
 
     def change(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(change, value))
         if hasattr(value, "segments"):
             return dataclasses.replace(value, segments=tuple(map(weight, value.segments)))
-        fields = {f.name for f in dataclasses.fields(value)} & {"qkv", "weight", "gate_up"}
+        fields = {f.name for f in dataclasses.fields(value)} & {"qkv", "weight", "gate_up", "router", "down"}
         return dataclasses.replace(value, **{name: change(getattr(value, name)) for name in fields})
 
     return dataclasses.replace(

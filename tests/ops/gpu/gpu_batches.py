@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sol.ops import Dense, KVCache, Linear, Norm, Program, RaggedBatch, Rope
-from sol.ops.program import AttentionInput, MlpInput, Op, PagedAttention, ProjectResidual
+from sol.ops.program import AttentionInput, MlpInput, Moe, Op, PagedAttention, ProjectResidual
 
 BLOCK_SIZE = 4
 MAX_POSITIONS = 8192
@@ -35,6 +35,7 @@ def make_program(
     biased: bool = False,
     head_norms: bool = False,
     gemma: bool = False,
+    num_experts: int = 0,
 ) -> Program:
     """`gemma`: norms with an offset, post-norms, GELU, scaled embeddings, soft-caps, two RoPE tables."""
     angles = torch.outer(torch.arange(MAX_POSITIONS).float(), 0.7 ** torch.arange(shape.size // 2).float())
@@ -48,6 +49,10 @@ def make_program(
     def norm(seed: int, size: int = shape.hidden) -> Norm:
         weight = 0.2 * normal(size, seed=seed)
         return Norm((weight if gemma else 1 + weight).to(dtype), 1e-5, offset=1.0 if gemma else 0.0)
+
+    def experts(count: int, rows: int, columns: int, seed: int) -> tuple[Linear, ...]:
+        whole = (normal(count, rows, columns, seed=seed) * columns**-0.5).to(dtype)
+        return tuple(Linear((Dense(weight),)) for weight in whole)
 
     body: list[Op] = []
     for layer in range(layers):
@@ -71,6 +76,20 @@ def make_program(
             ProjectResidual(
                 matrix(shape.hidden, shape.heads * shape.size, seed + 2), norm=norm(seed + 8) if gemma else None
             ),
+        ]
+        if num_experts:
+            body.append(
+                Moe(
+                    norm=norm(seed + 3),
+                    router=matrix(num_experts, shape.hidden, seed + 4),
+                    gate_up=experts(num_experts, 2 * shape.intermediate, shape.hidden, seed + 5),
+                    down=experts(num_experts, shape.hidden, shape.intermediate, seed + 6),
+                    experts_per_token=2,
+                    normalise=layer % 2 == 0,
+                )
+            )
+            continue
+        body += [
             MlpInput(
                 norm=norm(seed + 3),
                 gate_up=matrix(2 * shape.intermediate, shape.hidden, seed + 4),

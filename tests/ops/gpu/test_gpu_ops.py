@@ -22,7 +22,7 @@ from sol.ops.gpu.launch import Counters
 from sol.ops.gpu.linear import linear, linear_residual
 from sol.ops.gpu.ops import GpuOps, _on_device
 from sol.ops.gpu.tuning import LinearConfig, linear_config, token_class
-from sol.ops.program import AttentionInput, MlpInput, PagedAttention, ProjectResidual
+from sol.ops.program import AttentionInput, MlpInput, Moe, PagedAttention, ProjectResidual
 from sol.ops.reference import ReferenceOps
 
 CPU = torch.device("cpu")
@@ -234,6 +234,26 @@ def test_a_whole_model(batch: str, dtype: torch.dtype) -> None:
     expected = run(program, REFERENCE, ragged, twin)
     close(run(program, GpuOps(CPU), ragged, cache), expected, dtype)
     close(cache.data, twin.data)
+
+
+@pytest.mark.parametrize("batch", ["decoding", "mix"])
+@pytest.mark.parametrize("num_experts", [3, 20])
+def test_a_whole_model_of_experts(batch: str, num_experts: int) -> None:
+    """Tiles that experts fill, share and leave empty."""
+    shape = Shape(heads=4, kv_heads=2, size=16, hidden=72, intermediate=40)
+    program = make_program(shape, layers=2, num_experts=num_experts)
+    ragged, cache = make_batch(shape, *BATCHES[batch], layers=2)
+    expected = run(program, REFERENCE, ragged, KVCache(cache.data.clone()))
+    close(run(program, GpuOps(CPU), ragged, cache), expected)
+
+
+def test_experts_of_another_layout_are_refused() -> None:
+    shape = SHAPES["grouped"]
+    op = make_program(shape, layers=1, num_experts=3).body[-1]
+    assert isinstance(op, Moe)
+    apart = replace(op, down=tuple(reversed(op.down)))
+    with pytest.raises(ValueError, match="experts lie apart"):
+        GpuOps(CPU).moe(normal(2, shape.hidden), apart)
 
 
 @pytest.mark.parametrize("head_norms", [False, True])

@@ -130,6 +130,28 @@ int32_t check_dimensions(const SolModelDesc& d) {
     return SOL_OK;
 }
 
+int32_t open_experts(const SolModel& model, const SolOp& op, const std::string& what, Op* out) {
+    if (op.num_experts < 1 || op.num_experts > 1 << 16 || op.experts_per_token < 1 ||
+        op.experts_per_token > op.num_experts || op.expert_gate_up == nullptr || op.expert_down == nullptr) {
+        return fail(SOL_E_ARGUMENT, "%s: num_experts is %d, experts_per_token %d, or their weights are null",
+                    what.c_str(), (int)op.num_experts, (int)op.experts_per_token);
+    }
+    out->experts_per_token = op.experts_per_token;
+    out->normalise = op.normalise != 0;
+    int32_t code = open_linear(model, op.linear, what, op.num_experts, model.hidden_size, &out->linear);
+    for (int32_t e = 0; e < op.num_experts && code == SOL_OK; e++) {
+        const std::string name = what + ".experts[" + std::to_string(e) + "]";
+        LinearPlan gate_up, down;
+        code = open_linear(model, op.expert_gate_up[e], name, 2 * model.intermediate_size, model.hidden_size, &gate_up);
+        if (code != SOL_OK) return code;
+        pair_units(model, &gate_up);
+        code = open_linear(model, op.expert_down[e], name, model.hidden_size, model.intermediate_size, &down);
+        out->gate_up.push_back(std::move(gate_up));
+        out->down.push_back(std::move(down));
+    }
+    return code;
+}
+
 int32_t open_ops(const SolModelDesc& desc, SolModel* model) {
     const int64_t attended = model->num_heads * model->head_dim;
     const int64_t qkv = (model->num_heads + 2 * model->num_kv_heads) * model->head_dim;
@@ -143,14 +165,14 @@ int32_t open_ops(const SolModelDesc& desc, SolModel* model) {
             (op.kind == SOL_OP_PROJECT_RESIDUAL) != (before == SOL_OP_PAGED_ATTENTION || before == SOL_OP_MLP_INPUT)) {
             return fail(SOL_E_UNSUPPORTED,
                         "%s: kind %d after kind %d; the kernels walk ATTENTION_INPUT, PAGED_ATTENTION, "
-                        "PROJECT_RESIDUAL and MLP_INPUT, PROJECT_RESIDUAL",
+                        "PROJECT_RESIDUAL, and MLP_INPUT, PROJECT_RESIDUAL or MOE",
                         what.c_str(), (int)op.kind, (int)before);
         }
         Op out{};
         out.kind = op.kind;
         out.layer = op.layer;
         int32_t code = SOL_OK;
-        if (op.kind == SOL_OP_ATTENTION_INPUT || op.kind == SOL_OP_MLP_INPUT ||
+        if (op.kind == SOL_OP_ATTENTION_INPUT || op.kind == SOL_OP_MLP_INPUT || op.kind == SOL_OP_MOE ||
             (op.kind == SOL_OP_PROJECT_RESIDUAL && op.norm.weight != nullptr)) {
             if ((code = check_norm(op.norm, what))) return code;
             out.norm = op.norm;
@@ -202,6 +224,7 @@ int32_t open_ops(const SolModelDesc& desc, SolModel* model) {
                 if (code == SOL_OK) pair_units(*model, &out.linear);
                 produced = model->intermediate_size;
                 break;
+            case SOL_OP_MOE: code = open_experts(*model, op, what, &out); break;
             default: return fail(SOL_E_ARGUMENT, "%s: kind is %d", what.c_str(), (int)op.kind);
         }
         if (code != SOL_OK) return code;
@@ -209,9 +232,9 @@ int32_t open_ops(const SolModelDesc& desc, SolModel* model) {
     }
     if (desc.num_ops > 0) {
         const int32_t last = desc.ops[desc.num_ops - 1].kind;
-        if (last != SOL_OP_PROJECT_RESIDUAL) {
-            return fail(SOL_E_UNSUPPORTED, "ops: the last one is of kind %d; a program ends with PROJECT_RESIDUAL",
-                        (int)last);
+        if (last != SOL_OP_PROJECT_RESIDUAL && last != SOL_OP_MOE) {
+            return fail(SOL_E_UNSUPPORTED,
+                        "ops: the last one is of kind %d; a program ends with PROJECT_RESIDUAL or MOE", (int)last);
         }
     }
     return SOL_OK;
@@ -225,6 +248,7 @@ void take_workspace(SolModel* model) {
     int64_t most_cols = std::max({model->hidden_size, model->intermediate_size, heads * size});
     size_t copies = 0;
     bool has_float = false, unpaired = false, post_norms = false;
+    Mixture& mixture = model->mixture;
     const auto add = [&](const LinearPlan& linear) {
         copies = std::max(copies, linear.perms.size());
         has_float = has_float || linear.has_float;
@@ -233,6 +257,13 @@ void take_workspace(SolModel* model) {
         add(op.linear);
         post_norms = post_norms || (op.kind == SOL_OP_PROJECT_RESIDUAL && op.norm.weight != nullptr);
         unpaired = unpaired || (op.kind == SOL_OP_MLP_INPUT && op.linear.partners.empty());
+        for (const LinearPlan& linear : op.gate_up) {
+            add(linear);
+            unpaired = unpaired || linear.partners.empty();
+        }
+        for (const LinearPlan& linear : op.down) add(linear);
+        mixture.most_experts = std::max(mixture.most_experts, (int64_t)op.gate_up.size());
+        mixture.most_per_token = std::max(mixture.most_per_token, op.experts_per_token);
     }
     add(model->head);
     model->residual = memory.take<float>(tokens * model->hidden_size);
@@ -240,6 +271,15 @@ void take_workspace(SolModel* model) {
     model->attended = memory.take<float>(tokens * heads * size);
     model->hidden = memory.take<float>(tokens * model->intermediate_size);
     if (unpaired) model->gate_up = memory.take<float>(tokens * 2 * model->intermediate_size);
+    if (mixture.most_experts > 0) {
+        mixture.scores = memory.take<float>(tokens * mixture.most_experts);
+        mixture.mixed = memory.take<float>(tokens * model->hidden_size);
+        mixture.chosen = memory.take<int32_t>(tokens * mixture.most_per_token);
+        mixture.weights = memory.take<float>(tokens * mixture.most_per_token);
+        mixture.tokens = memory.take<int64_t>(tokens * mixture.most_per_token);
+        mixture.token_weights = memory.take<float>(tokens * mixture.most_per_token);
+        mixture.starts.assign((size_t)mixture.most_experts + 1, 0);
+    }
     if (post_norms) model->projected = memory.take<float>(tokens * model->hidden_size);
     if (has_float) model->x = memory.take<float>(tokens * model->hidden_size);
     for (size_t i = 0; i < copies; i++) {

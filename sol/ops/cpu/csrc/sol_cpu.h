@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 #define SOL_API __attribute__((visibility("default")))
-#define SOL_ABI_VERSION 4
+#define SOL_ABI_VERSION 5
 
 enum { SOL_OK = 0, SOL_E_ARGUMENT = -1, SOL_E_MEMORY = -2, SOL_E_UNSUPPORTED = -3, SOL_E_DATA = -4 };
 
@@ -33,7 +33,8 @@ enum {
 
 enum { SOL_KV_F32 = 0, SOL_KV_F16 = 1, SOL_KV_INT8 = 2 };
 
-enum { SOL_OP_ATTENTION_INPUT = 0, SOL_OP_PAGED_ATTENTION = 1, SOL_OP_PROJECT_RESIDUAL = 2, SOL_OP_MLP_INPUT = 3 };
+enum { SOL_OP_ATTENTION_INPUT = 0, SOL_OP_PAGED_ATTENTION = 1, SOL_OP_PROJECT_RESIDUAL = 2, SOL_OP_MLP_INPUT = 3,
+       SOL_OP_MOE = 4 };
 
 /* What MLP_INPUT does to gate: SiLU, or GELU in its approximation by tanh. */
 enum { SOL_ACT_SILU = 0, SOL_ACT_GELU_TANH = 1 };
@@ -96,7 +97,7 @@ typedef struct {
 typedef struct {
     int32_t kind;
     int32_t layer;
-    SolNorm norm;         /* ATTENTION_INPUT, MLP_INPUT; PROJECT_RESIDUAL: of the projection, before it is added; null
+    SolNorm norm;         /* ATTENTION_INPUT, MLP_INPUT, MOE; PROJECT_RESIDUAL: of the projection, before it is added; null
                              weight: none */
     SolLinear linear;     /* ATTENTION_INPUT: q, k, v rows; MLP_INPUT: gate, up rows; PROJECT_RESIDUAL */
     const float *rope_cos; /* ATTENTION_INPUT: [max_positions, head_dim / 2]; element i pairs with i + head_dim / 2 */
@@ -107,6 +108,14 @@ typedef struct {
     int32_t activation;   /* MLP_INPUT */
     SolNorm q_norm;       /* ATTENTION_INPUT: of each head before it is rotated, weight [head_dim]; null weight: none */
     SolNorm k_norm;
+    /* MOE: a mixture of experts, from the residual to the residual. `norm`, `linear`: the router, a row an expert. Each
+     * token goes to the experts of the largest scores, which are the softmax of the router's logits. */
+    int32_t num_experts;
+    int32_t experts_per_token;
+    int32_t normalise;                 /* 1: a token's scores are divided by their sum */
+    int32_t reserved;
+    const SolLinear *expert_gate_up;   /* [num_experts]: gate, up rows, 2 * intermediate_size */
+    const SolLinear *expert_down;      /* [num_experts] */
 } SolOp;
 
 typedef struct SolModel SolModel;
@@ -172,7 +181,7 @@ typedef struct {
 SOL_API int32_t sol_model_step(SolModel *model, const SolBatch *batch, float *logits);
 
 /* Seconds spent in each kind of work since the last call, for the profiler: embed, attention_input, paged_attention,
- * project_residual, mlp_input, logits, and waiting at barriers (caller's thread). */
+ * project_residual, mlp_input (and mixtures of experts), logits, and waiting at barriers (caller's thread). */
 SOL_API void sol_model_times(SolModel *model, double seconds[7]);
 
 /* ---- Single ops, for tests and micro-benchmarks (one thread, the same code as a step) ---------------------------- */

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 
 namespace sol {
@@ -68,6 +69,10 @@ class StepWalk {
                 case SOL_OP_PROJECT_RESIDUAL:
                     project_residual(op);
                     account(3, begin);
+                    break;
+                case SOL_OP_MOE:
+                    moe(op);
+                    account(4, begin);
                     break;
                 default:
                     mlp_input(op);
@@ -223,13 +228,16 @@ class StepWalk {
     }
 
     void mlp_input(const Op& op) {
-        const LinearPlan& linear = op.linear;
-        const Source source{m_.residual, m_.hidden_size, nullptr, tokens_, &op.norm};
+        gate_up(op, op.linear, Source{m_.residual, m_.hidden_size, nullptr, tokens_, &op.norm});
+    }
+
+    // Of the source's rows, to the first rows of `hidden`.
+    void gate_up(const Op& op, const LinearPlan& linear, const Source& source) {
         const int64_t size = m_.intermediate_size;
         const auto multiply_gate = op.activation == SOL_ACT_GELU_TANH ? k_.gelu_mul : k_.silu_mul;
         if (linear.partners.empty()) {
             project_to(linear, source, m_.gate_up);
-            w_.phase(tokens_, [&](int64_t token) {
+            w_.phase(source.count, [&](int64_t token) {
                 const float* gate = m_.gate_up + token * 2 * size;
                 multiply_gate(gate, gate + size, size, m_.hidden + token * size);
             });
@@ -243,6 +251,78 @@ class StepWalk {
                 multiply_gate(local_.tile + t * rows, local_.up_tile + t * rows, rows,
                               m_.hidden + (chunk.token_begin + t) * size + row);
             }
+        });
+    }
+
+    // ---- mixtures of experts
+
+    // The router's logits become the token's experts and their weights.
+    void choose(const Op& op, int64_t token) {
+        Mixture& mixture = m_.mixture;
+        const int64_t experts = (int64_t)op.gate_up.size(), count = op.experts_per_token;
+        float* scores = mixture.scores + token * experts;
+        float most = scores[0], sum = 0.0f, kept = 0.0f;
+        for (int64_t e = 1; e < experts; e++) most = std::max(most, scores[e]);
+        for (int64_t e = 0; e < experts; e++) sum += scores[e] = std::exp(scores[e] - most);
+        int32_t* chosen = mixture.chosen + token * count;
+        float* weights = mixture.weights + token * count;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t best = -1;
+            for (int64_t e = 0; e < experts; e++) {
+                if (std::find(chosen, chosen + i, (int32_t)e) != chosen + i) continue;
+                if (best < 0 || scores[e] > scores[best]) best = e;
+            }
+            chosen[i] = (int32_t)best;
+            weights[i] = scores[best] / sum;
+            kept += weights[i];
+        }
+        for (int64_t i = 0; i < count && op.normalise; i++) weights[i] /= kept;
+        std::fill_n(mixture.mixed + token * m_.hidden_size, m_.hidden_size, 0.0f);
+    }
+
+    // Counting sort of (token, expert) pairs by expert; tokens stay in order.
+    void group(const Op& op) {
+        Mixture& mixture = m_.mixture;
+        const int64_t count = op.experts_per_token, experts = (int64_t)op.gate_up.size();
+        std::fill_n(mixture.starts.begin(), experts + 1, 0);
+        for (int64_t i = 0; i < tokens_ * count; i++) mixture.starts[(size_t)mixture.chosen[i] + 1]++;
+        for (int64_t e = 0; e < experts; e++) mixture.starts[(size_t)e + 1] += mixture.starts[(size_t)e];
+        for (int64_t i = 0; i < tokens_ * count; i++) {
+            const int64_t at = mixture.starts[(size_t)mixture.chosen[i]]++;
+            mixture.tokens[at] = i / count;
+            mixture.token_weights[at] = mixture.weights[i];
+        }
+        for (int64_t e = experts; e > 0; e--) mixture.starts[(size_t)e] = mixture.starts[(size_t)e - 1];
+        mixture.starts[0] = 0;
+    }
+
+    // Expert by expert, each with its tokens: what a token gets is added up in the order of its experts, whoever else
+    // is in the step.
+    void moe(const Op& op) {
+        Mixture& mixture = m_.mixture;
+        project_to(op.linear, Source{m_.residual, m_.hidden_size, nullptr, tokens_, &op.norm}, mixture.scores);
+        w_.phase(tokens_, [&](int64_t token) { choose(op, token); });
+        w_.phase(1, [&](int64_t) { group(op); });
+        for (size_t e = 0; e < op.gate_up.size(); e++) {
+            const int64_t first = mixture.starts[e], count = mixture.starts[e + 1] - first;
+            if (count == 0) continue;
+            gate_up(op, op.gate_up[e],
+                    Source{m_.residual, m_.hidden_size, mixture.tokens + first, count, &op.norm});
+            const LinearPlan& down = op.down[e];
+            project(down, Source{m_.hidden, down.cols, nullptr, count, nullptr}, [&](const Chunk& chunk) {
+                const int64_t row = down.units[(size_t)chunk.unit_begin].row;
+                const int64_t rows = multiply_tile(down, down.units, chunk, local_.tile);
+                for (int64_t t = chunk.token_begin; t < chunk.token_end; t++) {
+                    float* out = local_.tile + (t - chunk.token_begin) * rows;
+                    const float weight = mixture.token_weights[first + t];
+                    for (int64_t i = 0; i < rows; i++) out[i] *= weight;
+                    k_.add(mixture.mixed + mixture.tokens[first + t] * m_.hidden_size + row, out, rows);
+                }
+            });
+        }
+        w_.phase(tokens_, [&](int64_t token) {
+            const int64_t at = token * m_.hidden_size;
+            k_.add(m_.residual + at, mixture.mixed + at, m_.hidden_size);
         });
     }
 

@@ -89,6 +89,23 @@ struct Op {
     int32_t activation;
     SolNorm q_norm;  // null weight: none
     SolNorm k_norm;
+    std::vector<LinearPlan> gate_up;  // MOE: of each expert
+    std::vector<LinearPlan> down;
+    int64_t experts_per_token = 0;
+    bool normalise = false;
+};
+
+// Which tokens of a step go to which expert. Chosen by token, then grouped by expert.
+struct Mixture {
+    int64_t most_experts = 0;           // of any op; what the arrays have room for
+    int64_t most_per_token = 0;
+    float* scores = nullptr;            // [T, experts], the router's logits first
+    float* mixed = nullptr;             // [T, hidden_size], what the experts give
+    int32_t* chosen = nullptr;          // [T, experts_per_token]
+    float* weights = nullptr;           // the same
+    int64_t* tokens = nullptr;          // [T · experts_per_token], expert by expert, in order
+    float* token_weights = nullptr;     // the same
+    std::vector<int64_t> starts;        // [experts + 1] of `tokens`
 };
 
 // Attention of one request's rows [row_begin, row_end) of one key/value head over some segments. Row r is query head
@@ -172,6 +189,7 @@ struct SolModel {
     float* projected = nullptr; // [T, hidden_size] if what projections give is normed before it is added
     float* x = nullptr;         // [T, hidden_size], normalised, for float weights
     std::vector<void*> quantized;
+    sol::Mixture mixture;
     std::vector<sol::Local> locals;
 
     // States of split attention: `max_states` rows of some segment each.
