@@ -4,8 +4,10 @@ More than it can work on at the same time would only wait in the engine, where n
 them. Nothing is limited until there is a reason. There are three: the engine says that requests wait in it, it refuses
 some (429, 503), or too many of its answers begin or go on more slowly than their class is promised. Then it gets no
 more than it takes well, and, while requests wait for it in the gateway, more with every look at it that finds none of
-these: an eighth more at first, and one more near the number at which it last was too much (multiplicative decrease,
-additive increase, and a threshold between fast and slow growth, as TCP's congestion control has it).
+these: an eighth more at first, and near the number at which it last was far too much one more, then two …
+(multiplicative decrease, a threshold between fast and slow growth, and growth that becomes faster while nothing speaks
+against it, as TCP's congestion control has them). One or two that wait in the engine may have come during a step: they
+are taken off, and say nothing more.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ import math
 from typing import Final
 
 _GROWTH: Final = 8
-_NEAR: Final = 0.9
+_NEAR: Final = 0.85
 """Of the number that was too much, from which on growth is slow."""
+_FEW: Final = 3
+_PART: Final = 16
+"""So many that wait in the engine, or one for so many that run, have not come just now."""
 _FULL_KV: Final = 0.95
 _SLOWER: Final = 0.9
 _ENOUGH: Final = 10
@@ -38,6 +43,8 @@ class Credits:
         self._num_slow = 0
         self._num_refused = 0
         self._too_much: float | None = None
+        self._num_good = 0
+        """Times that it has grown near this."""
         self._updated = -math.inf
 
     def taken(self, in_flight: int) -> None:
@@ -68,15 +75,20 @@ class Credits:
             return
         most = max(self._peak, in_flight)
         queued = waiting or 0.0
+        many = queued >= max(_FEW, (running or 0.0) / _PART)
         slow = self._num_answers >= _ENOUGH and self._num_slow > _MISSES * self._num_answers
-        if queued > 0:
+        if many or (queued > 0 and self.limit is not None):
             # Prompts may wait for a step that has room, not for others to end: never less than half in one step.
-            self._shrink(most, max(most - queued, most / 2))
+            self._shrink(max(most - queued, most / 2))
+            if many:
+                self._too_much, self._num_good = most, 0
         elif self._num_refused or slow:
-            self._shrink(most, most * _SLOWER)
+            self._shrink(most * _SLOWER)
+            self._too_much, self._num_good = most, 0
         elif self.limit is not None and self.in_demand and (kv_usage is None or kv_usage < _FULL_KV):
             near = self._too_much is not None and self.limit >= _NEAR * self._too_much
-            self.limit += 1 if near else max(1, self.limit // _GROWTH)
+            self._num_good += near
+            self.limit += 1 + self._num_good // 4 if near else max(1, self.limit // _GROWTH)
         elif self._num_answers < _ENOUGH and not self._num_refused and waiting is None:
             return  # too little was seen to forget it again
         self._updated = now
@@ -84,8 +96,7 @@ class Credits:
         self._peak = in_flight
         self._num_answers = self._num_slow = self._num_refused = 0
 
-    def _shrink(self, most: float, limit: float) -> None:
-        self._too_much = most
+    def _shrink(self, limit: float) -> None:
         if self.limit is not None:
             limit = min(limit, self.limit)
         self.limit = max(self._floor, math.floor(limit))
