@@ -192,8 +192,9 @@ def test_a_smaller_kv_cache_costs_little(
     assert (found - expected).square().mean().sqrt() / expected.square().mean().sqrt() < tolerance
 
 
-def test_logits_do_not_depend_on_chunks_neighbours_or_threads(tiny_llama: Callable[..., TinyLlama]) -> None:
-    config, checkpoint = open_model(tiny_llama().directory)
+@pytest.mark.parametrize("name", ["untied", "gemma2", "mixtral"])
+def test_logits_do_not_depend_on_chunks_neighbours_or_threads(tiny_llama: Callable[..., TinyLlama], name: str) -> None:
+    config, checkpoint = open_model(tiny_llama(**VARIANTS[name]).directory)
     program = packed_program(config, checkpoint)
     tokens = random_tokens(50, seed=2)
     with cpu_executor(program) as executor:
