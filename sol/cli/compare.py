@@ -297,7 +297,8 @@ async def _measure(
             if outcome.interrupted and not outcome.comparison.blocks:
                 return None
             farewells = [said for name, one in zip("AB", running, strict=False) if (said := one.farewell(name))]
-            outcome = dataclasses.replace(outcome, notes=[*farewells, *outcome.notes])
+            ended = running[0].farewell("A") is not None
+            outcome = dataclasses.replace(outcome, notes=[*farewells, *outcome.notes], a_ended=ended)
             described = {
                 name: {
                     "name": side.shown + ("" if own is None else f" with {json.dumps(own)}"),

@@ -56,6 +56,8 @@ class Outcome:
     notes: Sequence[str] = field(default_factory=tuple)
     """What a reader must know before believing the figures."""
     interrupted: bool = False
+    a_ended: bool = False
+    """A's server died meanwhile: what it did not answer cannot be held against B, and nothing can be held for it."""
 
     @property
     def exit_code(self) -> int:
@@ -64,7 +66,7 @@ class Outcome:
             return 130
         if self.comparison.verdict == "worse":
             return 1
-        if self.comparison.primary.ratio is None:
+        if self.comparison.primary.ratio is None or self.a_ended:
             return 2
         return 3 if self.texts.verdict == "differ" else 0
 

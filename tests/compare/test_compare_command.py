@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import json
 import os
@@ -15,7 +16,11 @@ from pathlib import Path
 import pytest
 
 from sol.cli import build_parser, main
+from sol.compare import Answer, Block, Pair, Plan, Round, judge
+from sol.compare.likelihoods import Likelihoods
+from sol.compare.session import Outcome
 from sol.compare.sides import parse_side, started
+from sol.compare.texts import Equivalence
 from sol.simulate import profile
 from sol.simulate.config import SimulateConfig
 from sol.simulate.laws import TextLaws
@@ -151,6 +156,17 @@ async def test_a_server_that_ended_meanwhile_is_named() -> None:
         os.kill(running.service.pid, signal.SIGKILL)
         await running.service.on_exit
         assert (running.farewell("A") or "").startswith("A ended during the comparison (exit code -9)")
+
+
+def test_a_baseline_that_died_is_no_success() -> None:
+    answers = [Answer(key=str(i), place=i, e2e=1.0) for i in range(8)]
+    half = Round(answers=answers, seconds=1.0)
+    blocks = [Block(number=0, pairs=[Pair(a=half, b=half, a_first=True)])]
+    outcome = Outcome(
+        comparison=judge(blocks, Plan()), texts=Equivalence(num_compared=0), likelihoods=Likelihoods(offered=False)
+    )
+    assert outcome.exit_code == 0
+    assert dataclasses.replace(outcome, a_ended=True).exit_code == 2
 
 
 def test_runs_that_sol_bench_recorded(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
