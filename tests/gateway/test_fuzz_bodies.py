@@ -148,7 +148,7 @@ def post(http: httpx.Client, path: str, data: bytes, sent: dict[str, str]) -> ht
 
 
 QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-LONG = settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
+LONG = settings(max_examples=2_000, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def ask(front: InThread, http: httpx.Client, path: str, data: dict[str, Any], sent: dict[str, str]) -> None:
@@ -162,6 +162,7 @@ def test_bodies_that_are_almost_right(front: InThread, http: httpx.Client, path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @LONG
 @given(path=st.sampled_from(sorted(PATHS)), data=body, sent=headers)
 def test_many_bodies_that_are_almost_right(
@@ -312,8 +313,9 @@ def test_what_schemathesis_makes_of_the_description(case: schemathesis.Case[Any]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @schema.parametrize()
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 def test_much_of_what_schemathesis_makes_of_the_description(case: schemathesis.Case[Any], front: InThread) -> None:
     case.call_and_validate(base_url=front.url, checks=[not_a_server_error])
 
