@@ -22,7 +22,7 @@ from sol.gateway.filters.config import InjectionRule, PiiRule, RegexRule, SizeRu
 from sol.gateway.filters.filters import Filters
 
 RULES = (
-    SizeRule(kind="size", name="size", max_bytes=10**6, max_messages=100, max_input_tokens=10**5, max_output_tokens=10**5),
+    SizeRule(kind="size", name="size", max_bytes=10**6, max_messages=100, max_input_tokens=10**5),
     WordsRule(
         kind="words",
         name="words",

@@ -114,7 +114,8 @@ class TokenRunner:
             drafts = plan.draft_token_ids.get(name, [])
             if judged := plan.num_prompt_logprobs.get(name, 0):
                 top = row.data.params.prompt_logprobs
-                assert top is not None and judged <= count
+                assert top is not None
+                assert judged <= count
                 assert row.num_computed + judged < row.data.num_prompt_tokens, "the last prompt token is sampled after"
                 rest = row.tokens[row.num_computed + 1 :][:judged]
                 prompt_logprobs[name] = [logprobs_of(token, top) for token in rest]
