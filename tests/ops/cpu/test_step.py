@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -159,6 +160,9 @@ def test_threads_are_named_pinned_and_gone_when_closed() -> None:
     cores = sorted(os.sched_getaffinity(0))
     with cpu_executor(packed(random_program()), num_threads=3, cores=[cores[0], cores[-1], cores[0]]) as executor:
         prompt_and_decode(executor)
+        deadline = time.monotonic() + 30
+        while len(thread_names()) < 2 and time.monotonic() < deadline:  # a thread that has yet to run has no name
+            prompt_and_decode(executor)
         assert thread_names() == ["sol-cpu-1", "sol-cpu-2"]
         assert os.sched_getaffinity(0) == set(cores), "the caller's own"
     assert thread_names() == []
