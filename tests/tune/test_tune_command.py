@@ -91,8 +91,10 @@ def test_a_file_of_laws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_ctrl_c_keeps_what_was_measured_and_leaves_no_server(talking_llama: Path, tmp_path: Path) -> None:
+    model = tmp_path / "a_path_of_its_own"  # by which this test's servers are known from those of others
+    model.symlink_to(talking_llama)
     words = [
-        "tune", str(talking_llama), "--slo", "ttft_p50<5s", "--trials", "3", "--num-requests", "8",
+        "tune", str(model), "--slo", "ttft_p50<5s", "--trials", "3", "--num-requests", "8",
         "--tolerance", "0.5", "--engine-args", "--device cpu --max-model-len 512", "--input-tokens", "32",
         "--output-tokens", "8",
         "--vary", "max_num_seqs=2,4", "--vary", "max_num_batched_tokens=64", "--vary", "block_size=16",
@@ -107,6 +109,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_server(talking_llama: Path
     for line in process.stderr:
         lines.append(line)
         if "/s: m" in line:  # a rate that meets the SLO, or misses it
+            assert len(processes_of(model)) > 1  # the command and the server
             process.send_signal(signal.SIGINT)
             break
     out, _ = process.communicate(timeout=120)
@@ -120,5 +123,9 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_server(talking_llama: Path
     assert loaded["rate"] > 0 < loaded["num_requests"]
     assert not (tmp_path / "found.yaml").exists()
     # The server went with it.
-    left = subprocess.run(["pgrep", "-f", str(talking_llama)], capture_output=True, text=True, check=False)
-    assert left.stdout.split() == []
+    assert processes_of(model) == []
+
+
+def processes_of(model: Path) -> list[str]:
+    """Who has this path on its command line."""
+    return subprocess.run(["pgrep", "-f", str(model)], capture_output=True, text=True, check=False).stdout.split()
