@@ -13,7 +13,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 # Processes that tests are shared out to, a file each. One thread a process keeps them out of each other's way.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$n || echo 4)
-TESTED := GOMP_SPINCOUNT=4000 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile \
+TESTED := GOMP_SPINCOUNT=4000 OMP_NUM_THREADS=1 $(VENV)/bin/python scripts/run_tests.py -n $(JOBS) --dist loadfile \
 	--cov --cov-report=term --durations=10
 # More flags for `sol serve`, pytest and the benchmarks: make serve ARGS="--max-model-len 2048"
 ARGS ?=
@@ -41,7 +41,7 @@ install: $(SERVE_STAMP) ## make the virtual environment with everything that the
 serve: $(SERVE_STAMP) ## install, fetch MODEL (default: SmolLM2-135M-Instruct) and serve it on HOST:PORT
 	@exec $(BIN)/sol serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(TEST_STAMP) ## run the tests with coverage, without the ones marked slow
+test: $(TEST_STAMP) ## run the tests with coverage, without the ones marked slow; up to five that fail run again alone
 	$(TESTED) -m "not slow" $(ARGS)
 
 test-all: $(TEST_STAMP) ## run every test with coverage
