@@ -86,7 +86,9 @@ class LlamaCpp:
     def is_there(self) -> bool:
         """Compiled, and on a processor like this one: the programs have no other code path."""
         built_for = self.root / "build" / "machine"
-        return built_for.exists() and built_for.read_text() == self._machine()
+        if not built_for.exists() or built_for.read_text() != self._machine():
+            return False
+        return all(self.program(name).exists() for name in LLAMA_TOOLS)  # an older Sol asked for fewer of them
 
     def _machine(self) -> str:
         machine = inspect_machine()
