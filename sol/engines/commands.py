@@ -17,6 +17,7 @@ from typing import Any
 from sol.engines.secrets import command_text
 from sol.engines.service import Service, free_port
 from sol.errors import ConfigError
+from sol.listening import listening_url
 
 _LOOPBACK = "127.0.0.1"
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -170,10 +171,3 @@ def _runnable(argv: Sequence[str], program: Program | None) -> tuple[str, ...]:
         if index is not None:
             return (*argv[:index], sys.executable, "-m", "sol", *argv[index + 1 :])
     return tuple(argv)
-
-
-def listening_url(host: str, port: int) -> str:
-    """How this machine reaches a server that listens there, without a slash at the end."""
-    if host in ("0.0.0.0", "::"):  # noqa: S104  (compared, not bound)
-        host = "localhost"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sol.engines.commands import ServerCommand, command_from_text, listening_url
+from sol.engines.commands import ServerCommand, command_from_text
 from sol.engines.service import free_port
 from sol.engines.signals import MetricNames, Signals
 from sol.engines.spec import EngineSpec, SpeculationSpec
 from sol.errors import ConfigError
+from sol.listening import listening_url
 
 Words = list[str]
 

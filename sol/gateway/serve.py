@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import signal
 import socket
@@ -20,10 +19,10 @@ from typing import Final
 import uvicorn
 import uvloop
 
-from sol.errors import ConfigError
 from sol.gateway.app import GatewayApp
 from sol.gateway.config import GatewayConfig
 from sol.gateway.gateway import Gateway
+from sol.listening import bind_socket, listening_url
 
 _BACKLOG: Final = 4096
 _KEEP_ALIVE_SECONDS: Final = 75
@@ -63,7 +62,7 @@ class GatewayServer:
         options = self._config.server
         self._listener = bind(options.host, options.port)
         try:
-            self.url = _url(options.host, self._listener.getsockname()[1])
+            self.url = listening_url(options.host, self._listener.getsockname()[1])
             await self.gateway.start()
         except BaseException:
             self._listener.close()
@@ -144,32 +143,4 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises `ConfigError` for an address that cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(
-            f"server.host {host!r} is not an address of this machine ({error}); use 127.0.0.1, or 0.0.0.0 for all",
-            param="server.host",
-        ) from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            message = f"server.port {port} is in use on {host}; stop what listens there, or choose another"
-        else:
-            message = f"server: cannot listen on {host}, port {port}: {error.strerror}"
-        raise ConfigError(message, param="server.port") from None
-    listener.setblocking(False)
-    return listener
-
-
-def _url(host: str, port: int) -> str:
-    if host in ("0.0.0.0", "::", ""):  # noqa: S104  (compared, not bound)
-        host = "localhost"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return bind_socket(host, port, backlog=_BACKLOG, host_field="server.host", port_field="server.port")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import signal
 import socket
@@ -27,7 +26,7 @@ import uvloop
 from sol.engine.async_engine import AsyncEngine
 from sol.engine.process import ProcessClient
 from sol.engine.types import EngineInfo
-from sol.errors import ConfigError
+from sol.listening import bind_socket, listening_url
 from sol.models.source import resolve
 from sol.server.background import run_in_background
 from sol.server.config import ServerConfig
@@ -73,9 +72,9 @@ def serve(
     `on_listening` is told the URL once the port is bound, `on_ready` everything once the model is loaded. Raises
     `ConfigError` for an address that cannot be bound, and whatever loading the model raises.
     """
-    listener = _bind(config.host, config.port)
+    listener = bind_socket(config.host, config.port, backlog=_BACKLOG)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        url = _url(config.host, listener.getsockname()[1])
+        url = listening_url(config.host, listener.getsockname()[1])
         if on_listening is not None:
             on_listening(url)
         return runner.run(_serve(config, listener, url, on_ready))
@@ -232,41 +231,3 @@ def _load(config: ServerConfig) -> _Loaded:
         longest_token=max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)),
         client=ProcessClient(config.engine),
     )
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(
-            f"host {host!r} is not an address of this machine ({error}); use 127.0.0.1, or 0.0.0.0 for all",
-            param="host",
-        ) from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise _bind_error(host, port, error) from None
-    listener.setblocking(False)
-    return listener
-
-
-def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(
-            f"port {port} is in use on {host}; stop what listens there, or choose another with --port", param="port"
-        )
-    if error.errno == errno.EACCES:
-        return ConfigError(f"port {port} needs privileges; choose one above 1023 with --port", param="port")
-    return ConfigError(f"cannot listen on {host}, port {port}: {error.strerror}", param="host")
-
-
-def _url(host: str, port: int) -> str:
-    if host in ("0.0.0.0", "::", ""):  # noqa: S104  (compared, not bound)
-        host = "localhost"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

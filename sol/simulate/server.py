@@ -23,7 +23,8 @@ from typing import Final, Self
 
 import uvloop
 
-from sol.errors import ConfigError, EngineNotReadyError
+from sol.errors import EngineNotReadyError
+from sol.listening import bind_socket, listening_url
 from sol.simulate.config import SimulateConfig
 from sol.simulate.http import Connection, Exchange
 from sol.simulate.routes import Routes
@@ -54,8 +55,8 @@ class SimulatedServer:
         except BaseException:
             self._close()
             raise
-        self.url = _url(config.host, self._port.number)
-        self.control_url = self.url if config.control_port is None else _url(config.host, self._control.number)
+        self.url = listening_url(config.host, self._port.number)
+        self.control_url = self.url if config.control_port is None else listening_url(config.host, self._control.number)
         """Where /simulate/* is."""
         self._timer: asyncio.TimerHandle | None = None
         self._crashed_for: float | None = None
@@ -185,30 +186,8 @@ class _Port:
             task.cancel()
 
     def _bind(self) -> None:
-        host, number = self._host, self.number
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-        except OSError as error:
-            raise ConfigError(
-                f"host {host!r} is not an address of this machine ({error}); use 127.0.0.1, or 0.0.0.0 for all",
-                param="host",
-            ) from None
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError as error:
-            listener.close()
-            if error.errno == errno.EADDRINUSE:
-                message = f"port {number} is in use on {host}; stop what listens there, or choose another"
-            else:
-                message = f"cannot listen on {host}, port {number}: {error.strerror}"
-            raise ConfigError(message, param=self._field) from None
-        listener.setblocking(False)
-        self._socket = listener
-        self.number = listener.getsockname()[1]
+        self._socket = bind_socket(self._host, self.number, port_field=self._field)
+        self.number = self._socket.getsockname()[1]
 
     def _accept(self) -> None:
         # As many as have come, so that a burst of thousands costs one turn of the loop.
@@ -302,9 +281,3 @@ async def _serve(config: SimulateConfig, on_ready: Callable[[SimulatedServer], N
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
     return 0
-
-
-def _url(host: str, port: int) -> str:
-    if host in ("0.0.0.0", "::", ""):  # noqa: S104  (compared, not bound)
-        host = "localhost"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
