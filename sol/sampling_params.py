@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sol.errors import RequestError
+from sol.grammar import Grammar
 
 MAX_LOGPROBS = 20
 """The most alternatives a token can be asked for: OpenAI's limit, and what the sampler keeps."""
@@ -48,6 +49,9 @@ class SamplingParams:
     """The same of the prompt's tokens, each given those before it. Its KV cache is then computed, not looked up."""
     detokenize: bool = True
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
+    """What the output has to match. It ends where the grammar does: with an end token as soon as nothing else can
+    follow, which `ignore_eos` and `min_tokens` do not change."""
 
     def __post_init__(self) -> None:
         stop: object = self.stop  # vLLM and OpenAI also take one string, or null
@@ -101,6 +105,7 @@ class SamplingParams:
             and all(_is_number(v) and -100 <= v <= 100 for v in self.logit_bias.values()),
             "a map of token ids to numbers from -100 to 100",
         )
+        self._require("grammar", self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar, or null")
         self._require(
             "stop", not self.stop or self.detokenize, "empty when detokenize is false: stop strings are found in text"
         )
