@@ -162,14 +162,17 @@ def _anything(_value: Any) -> bool:
     return True
 
 
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    def harmless(value: Any) -> bool:
-        return any(value == allowed and type(value) is type(allowed) for allowed in values)
+class OneOf:
+    """Whether a value is one of some, of the same type."""
 
-    return harmless
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __call__(self, value: Any) -> bool:
+        return any(value == allowed and type(value) is type(allowed) for allowed in self.values)
 
 
-_NOTHING = _one_of(None, False, [], {})
+_NOTHING = OneOf(None, False, [], {})
 
 HARMLESS: dict[str, Callable[[Any], bool]] = {
     "user": _anything,
@@ -178,15 +181,15 @@ HARMLESS: dict[str, Callable[[Any], bool]] = {
     "prompt_cache_key": _anything,
     "prompt_cache_retention": _anything,
     "parallel_tool_calls": _anything,
-    "store": _one_of(None, False),
-    "response_format": _one_of(None, {"type": "text"}),
-    "modalities": _one_of(None, ["text"]),
-    "tool_choice": _one_of(None, "none"),
-    "function_call": _one_of(None, "none"),
-    "length_penalty": _one_of(None, 1.0, 1),
-    "suffix": _one_of(None, ""),
-    "spaces_between_special_tokens": _one_of(None, True),
-    "detokenize": _one_of(None, True),
+    "store": OneOf(None, False),
+    "response_format": OneOf(None, {"type": "text"}),
+    "modalities": OneOf(None, ["text"]),
+    "tool_choice": OneOf(None, "none"),
+    "function_call": OneOf(None, "none"),
+    "length_penalty": OneOf(None, 1.0, 1),
+    "suffix": OneOf(None, ""),
+    "spaces_between_special_tokens": OneOf(None, True),
+    "detokenize": OneOf(None, True),
 }
 """Fields Sol does nothing about, and the values for which that is what the client asked for. `parallel_tool_calls`
 says how tools may be called, and there are none."""
