@@ -35,6 +35,7 @@ from sol.server.routes import create_app
 from sol.server.state import ServedModel, ServerState
 from sol.server.supervisor import Supervisor
 from sol.text.chat_template import ChatTemplate, load_chat_template
+from sol.text.grammar import GrammarCompiler
 from sol.text.tokenizer import Tokenizer, end_token_ids
 
 if TYPE_CHECKING:
@@ -217,6 +218,9 @@ class _Loaded:
             tokenizer=self.tokenizer,
             chat_template=self.chat_template,
             eos_token_ids=self.eos_token_ids,
+            grammars=GrammarCompiler(
+                lambda: self.tokenizer, vocab_size=engine.info.vocab_size, eos_token_ids=self.eos_token_ids
+            ),
             max_prompt_chars=self.longest_token * engine.info.max_model_len,
         )
 

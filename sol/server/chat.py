@@ -23,6 +23,7 @@ from sol.server.speculation import speculation_params
 from sol.server.state import ServedModel, ServerState
 from sol.server.stream_usage import StreamUsage
 from sol.server.streaming import DONE, EventStream, event, quote, run_until_disconnect, to_json
+from sol.server.structured import grammar_of
 from sol.version import __version__
 
 
@@ -33,6 +34,7 @@ async def chat_completions(request: Request) -> Response:
     name = state.check_model_name(body.model)
     params = chat_params(body)
     params.check_vocabulary(model.info.vocab_size)
+    params.grammar = await grammar_of(model, body)
     speculation = speculation_params(body, model.info.drafters)
     scheduling = scheduling_of(request, body, state)
     text = await render_chat(

@@ -96,6 +96,50 @@ class SpeculationOptions(BaseModel):
     tenant: str | None = None
 
 
+class JsonSchemaFormat(BaseModel):
+    """`response_format.json_schema`. Output is held to the schema whether `strict` is true or not."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class TextFormat(BaseModel):
+    """`text.format` of `/v1/responses`: the same with one level less."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+    type: str = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's; one of its fields. Which library does the work is Sol's own business, so there is nothing to fall back
+    to and `disable_fallback` may say what it likes."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+    json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool | None = None
+
+
 class GenerationBody(Body):
     """What chat and completions have in common."""
 
@@ -123,6 +167,12 @@ class GenerationBody(Body):
     priority: int | None = None
     service_tier: str | None = None
     cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -198,10 +248,9 @@ says how tools may be called, and there are none."""
 _UNSUPPORTED = (
     "tools", "functions", "audio", "prediction", "reasoning", "reasoning_effort", "verbosity", "web_search_options",
     "moderation", "allowed_token_ids", "bad_words", "logits_processors", "truncate_prompt_tokens",
-    "use_beam_search", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
-    "guided_whitespace_pattern", "structured_outputs", "structural_tag", "chat_template", "documents",
-    "continue_final_message", "mm_processor_kwargs", "return_tokens_as_token_ids", "return_token_ids", "echo",
-    "include_reasoning", "thinking_token_budget", "kv_transfer_params", "vllm_xargs", "request_id",
+    "use_beam_search", "guided_decoding_backend", "guided_whitespace_pattern", "structural_tag", "chat_template",
+    "documents", "continue_final_message", "mm_processor_kwargs", "return_tokens_as_token_ids", "return_token_ids",
+    "echo", "include_reasoning", "thinking_token_budget", "kv_transfer_params", "vllm_xargs", "request_id",
     "prompt_embeds", "repetition_detection", "media_io_kwargs", "lora_request", "top_logprobs", "logprobs", "best_of",
     "max_completion_tokens", "add_generation_prompt",
 )

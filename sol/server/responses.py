@@ -20,12 +20,13 @@ from sol.server.generation import CHOICES, Choice, ChoiceOutput, Usage, generate
 from sol.server.logprobs import chat_entries
 from sol.server.parsing import parse_body, shorten
 from sol.server.prompts import check_length, encode, render_chat
-from sol.server.responses_input import ResponsesBody, messages_of, responses_params
+from sol.server.responses_input import ResponsesBody, messages_of, responses_params, text_format
 from sol.server.responses_store import StoredResponse
 from sol.server.scheduling import scheduling_of
 from sol.server.speculation import speculation_params
 from sol.server.state import ServedModel, ServerState
 from sol.server.streaming import EventStream, run_until_disconnect, to_json
+from sol.server.structured import grammar_of
 
 
 async def create_response(request: Request) -> Response:
@@ -35,6 +36,7 @@ async def create_response(request: Request) -> Response:
     name = state.check_model_name(body.model)
     params = responses_params(body)
     params.check_vocabulary(model.info.vocab_size)
+    params.grammar = await grammar_of(model, body, body.text.format if body.text else None)
     speculation = speculation_params(body, model.info.drafters)
     scheduling = scheduling_of(request, body, state)
     conversation = [*_history(state, body.previous_response_id), *messages_of(body.input)]
@@ -195,7 +197,7 @@ class _Answer:
             "service_tier": body.service_tier or "default",
             "store": body.store is not False and self._state.config.max_stored_responses > 0,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": text_format(body)},
             "tool_choice": body.tool_choice,
             "tools": [],
             "top_logprobs": body.top_logprobs or 0,

@@ -10,13 +10,18 @@ from sol.errors import RequestError
 from sol.sampling_params import MAX_LOGPROBS, SamplingParams
 from sol.server.params import sampling_params
 from sol.server.parsing import shorten
-from sol.server.protocol import GenerationBody
+from sol.server.protocol import GenerationBody, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _MESSAGE_KEYS = frozenset({"type", "role", "content", "id", "status"})
-_NOT_HERE = ("n", "max_tokens", "prompt_logprobs")
+_NOT_HERE = {
+    "n": "",
+    "max_tokens": "; use max_output_tokens",
+    "prompt_logprobs": "",
+    "response_format": "; use text.format",
+}
 
 
 def _items(value: Any) -> list[Any]:
@@ -52,12 +57,6 @@ def _background(value: Any) -> bool:
     return False
 
 
-class TextFormat(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    type: str = "text"
-
-
 class TextOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -82,17 +81,13 @@ class ResponsesBody(GenerationBody):
 
 def responses_params(body: ResponsesBody) -> SamplingParams:
     """Raises `RequestError`."""
-    for name in _NOT_HERE:
+    for name, instead in _NOT_HERE.items():
         if getattr(body, name) is not None:
-            instead = "; use max_output_tokens" if name == "max_tokens" else ""
             raise RequestError(f"{name} is not supported here; remove it{instead}", param=name)
     if body.stream_options is not None and body.stream_options.model_fields_set - {"include_obfuscation"}:
         raise RequestError(
             "stream_options is not supported here: the last event has the usage; remove it", param="stream_options"
         )
-    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
-        kind = shorten(body.text.format.type)
-        raise RequestError(f"text.format.type must be 'text', not {kind}", param="text.format.type")
     top = body.top_logprobs
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
         raise RequestError(f"top_logprobs must be 0 to {MAX_LOGPROBS}, not {top}", param="top_logprobs")
@@ -104,6 +99,12 @@ def responses_params(body: ResponsesBody) -> SamplingParams:
         max_tokens_name="max_output_tokens",
         logprobs=(top or 0) if LOGPROBS in body.include else None,
     )
+
+
+def text_format(body: ResponsesBody) -> dict[str, Any]:
+    """`text.format` as the response repeats it."""
+    wanted = body.text.format if body.text is not None else None
+    return {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
 
 
 def messages_of(items: list[Any]) -> list[dict[str, Any]]:

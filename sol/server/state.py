@@ -18,6 +18,7 @@ from sol.server.responses_store import ResponseStore
 from sol.server.speculation_metrics import SpeculationLog
 from sol.server.usages import Usages
 from sol.text.chat_template import ChatTemplate
+from sol.text.grammar import GrammarCompiler
 from sol.text.tokenizer import Tokenizer
 
 
@@ -30,6 +31,7 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     eos_token_ids: tuple[int, ...]
+    grammars: GrammarCompiler
     max_prompt_chars: int
     """A text longer than this cannot fit into the context, whatever it says: it is refused before it is tokenized."""
 

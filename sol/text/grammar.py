@@ -8,10 +8,10 @@ interpreter's: a schema that takes long delays nobody but who sent it.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 from sol.errors import RequestError
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Grammar", "GrammarCompiler"]
 
-logger = logging.getLogger(__name__)
-
 MAX_COMPILED: Final = 256
 """How many a compiler keeps: tens of KB each, seldom more."""
 
 _WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,20}"
 """Between the parts of JSON. Without a limit a weak model writes blanks for ever, which every schema allows."""
+_NUM_THREADS: Final = 2
+"""Of a compiler: one that takes long does not hold up all others."""
 _MAX_GRAMMAR_SIZE: Final = 100_000
 """Symbols of a compiled grammar; llguidance's own limit, 500,000, takes seconds to reach."""
 
@@ -38,75 +38,94 @@ class GrammarCompiler:
     """Compiles against one vocabulary.
 
     `vocab_size` is the model's: tokens that only the embedding has are never allowed. `eos_token_ids` are those that
-    may end a text once it is complete. The vocabulary is prepared when it is first needed (0.1 to 0.5 s).
+    may end a text once it is complete. `tokenizer` makes the tokenizer; it is called, and the vocabulary prepared (0.1
+    to 0.5 s), when the first grammar comes.
+
+    What it raises is a `RequestError` whose message is the reason alone: whoever knows the field puts it in front.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Callable[[], Tokenizer], *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._vocabulary: LLTokenizer | None = None
         self._preparing = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._under_way: dict[Grammar, Future[None]] = {}
         self._lock = threading.Lock()
-
-    def check(self, grammar: Grammar, *, param: str = "grammar") -> None:
-        """Raise `RequestError` for what cannot be compiled; the message names the feature that is the reason."""
-        self._find(grammar, param)
-
-    def compile(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at its beginning that belongs to whoever asks. Raises `RequestError`."""
-        return self._find(grammar, "grammar").deep_copy()
+        """Of those two"""
+        self._threads: ThreadPoolExecutor | None = None
 
     def is_compiled(self, grammar: Grammar) -> bool:
-        """Whether `check` and `compile` take no time."""
+        """Whether `compile` takes no time."""
         with self._lock:
             return grammar in self._compiled
 
-    def _find(self, grammar: Grammar, param: str) -> LLMatcher:
+    def submit(self, grammar: Grammar) -> Future[None]:
+        """Compile in a thread of the compiler's own. The future is shared by all who want the same: do not cancel
+        it."""
+        with self._lock:
+            future = self._under_way.get(grammar)
+            if future is not None:
+                return future
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammars")
+            future = self._under_way[grammar] = self._threads.submit(self._find, grammar)
+        future.add_done_callback(lambda _: self._under_way.pop(grammar, None))
+        return future
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at its beginning that belongs to whoever asks."""
         with self._lock:
             found = self._compiled.get(grammar)
             if found is not None:
                 self._compiled.move_to_end(grammar)
-                return found
-        made = self._make(grammar, param)
+                return found.deep_copy()
+        self.submit(grammar).result()
+        return self.compile(grammar)
+
+    def _find(self, grammar: Grammar) -> None:
+        with self._lock:
+            if grammar in self._compiled:
+                return
+        made = self._make(grammar)
         with self._lock:
             self._compiled[grammar] = made
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        return made
 
-    def _make(self, grammar: Grammar, param: str) -> LLMatcher:
-        vocabulary = self._prepared(param)
+    def _make(self, grammar: Grammar) -> LLMatcher:
+        vocabulary = self._prepared()
         from llguidance import LLMatcher, LLParserLimits
 
         try:
             source = _source(grammar)
         except Exception as error:  # the converter of GBNF raises what it likes
-            raise _refused(grammar, str(error), param) from None
+            raise _refused(grammar, str(error)) from None
         limits = LLParserLimits(max_grammar_size=_MAX_GRAMMAR_SIZE, verbose_errors=False)
         matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the first one takes longest: copies have what it found out
+            matcher.compute_bitmask()  # the first one takes longest, and copies have what it found out
         if matcher.is_error():
-            raise _refused(grammar, matcher.get_error(), param)
+            raise _refused(grammar, matcher.get_error())
         return matcher
 
-    def _prepared(self, param: str) -> LLTokenizer:
+    def _prepared(self) -> LLTokenizer:
         with self._preparing:
             if self._vocabulary is None:
                 try:
                     from llguidance import LLTokenizer
                 except ImportError:
                     raise RequestError(
-                        f"{param} needs the package llguidance: pip install 'sol-inference[serve]'", param=param
+                        "structured output needs the package llguidance: pip install 'sol-inference[serve]'",
+                        param="grammar",
                     ) from None
                 if not self._eos_token_ids:
                     raise RequestError(
-                        f"{param} is not supported by this model, which has no token that ends a text: remove it",
-                        param=param,
+                        "structured output is not supported by this model, which has no token that ends a text",
+                        param="grammar",
                     )
-                adapter: Any = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids[0])
+                adapter: Any = _Vocabulary(self._tokenizer(), self._vocab_size, self._eos_token_ids[0])
                 self._vocabulary = LLTokenizer(adapter, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
             return self._vocabulary
 
@@ -148,7 +167,7 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
 
 
-def _refused(grammar: Grammar, reason: str, param: str) -> RequestError:
+def _refused(grammar: Grammar, reason: str) -> RequestError:
     what = {"json_schema": "JSON Schema", "regex": "regular expression"}.get(grammar.kind, "grammar")
     reason = " ".join(reason.split())
-    return RequestError(f"{param}: this {what} is not supported: {reason[:500]}", param=param)
+    return RequestError(f"this {what} is not supported: {reason[:500]}", param="grammar")
