@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -116,6 +116,9 @@ class Arm:
 
     def _has_room(self, index: int) -> bool:
         return self.prompts[index].tokens <= self.rooms[index]
+
+    def held(self, model: str, classes: Collection[str]) -> int:
+        return sum(self.dispatcher.in_flight[name] for name in classes)
 
     def granted(self, waiter: Waiter) -> None:
         pass

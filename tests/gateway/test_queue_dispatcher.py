@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ class Places:
     def __init__(self, total: int) -> None:
         self.places = total
         self.taken = 0
+        self.taken_by: Counter[str] = Counter()
         self.crowded = False
         self.demanded = 0
 
@@ -31,8 +34,12 @@ class Places:
     def free(self, model: str, *, patient: bool) -> float:
         return 0 if patient and self.crowded else max(0, self.places - self.taken)
 
+    def held(self, model: str, classes: Collection[str]) -> int:
+        return sum(self.taken_by[name] for name in classes)
+
     def granted(self, waiter: Waiter) -> None:
         self.taken += 1
+        self.taken_by[waiter.class_name] += 1
         assert self.taken <= self.places  # credits never become negative
 
     def in_demand(self, model: str) -> None:
@@ -61,6 +68,7 @@ class Queue:
     def leave(self, waiter: Waiter, now: float) -> None:
         if waiter.state == "granted":
             self.engines.taken -= 1
+            self.engines.taken_by[waiter.class_name] -= 1
         self.dispatcher.leave(waiter, now)
         self.dispatcher.check_integrity()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from sol.gateway.queue.credits import Credits
@@ -32,6 +32,11 @@ class FleetCapacity:
         self._read_at: dict[str, float] = {}
         self._under_way: list[Waiter] = []
         """Granted, and not yet counted by an engine."""
+        self._rivals: Mapping[str, frozenset[str]] = {
+            model: frozenset(name for name, other in fleet.pools.items() if set(pool.engines) & set(other.engines))
+            for model, pool in fleet.pools.items()
+        }
+        """Of each model those that have engines of its own, itself among them."""
         for name, credit in self.credits.items():
             fleet.engines[name].credits = credit.limit
 
@@ -45,9 +50,14 @@ class FleetCapacity:
             if not patient or engine.has_prompt_room
         )
         if self._under_way and free < math.inf:
-            self._forget_begun()
-            free -= len(self._under_way)
+            free -= len(self._on_the_way(model))
         return max(0.0, free)
+
+    def held(self, model: str, classes: Collection[str]) -> int:
+        held = sum(engine.in_flight_by_class.get(name, 0) for engine in self._askable(model) for name in classes)
+        if self._under_way:
+            held += sum(each.class_name in classes for each in self._on_the_way(model))
+        return held
 
     def granted(self, waiter: Waiter) -> None:
         self._under_way.append(waiter)
@@ -83,6 +93,12 @@ class FleetCapacity:
     def _forget_begun(self) -> None:
         if self._under_way:
             self._under_way = [each for each in self._under_way if each.state == "granted" and not each.is_begun()]
+
+    def _on_the_way(self, model: str) -> list[Waiter]:
+        """To one of its engines, as far as can be told."""
+        self._forget_begun()
+        rivals = self._rivals[model]
+        return [each for each in self._under_way if each.model in rivals]
 
     def _askable(self, model: str) -> list[Engine]:
         return self._fleet.pools[model].askable(time.monotonic()).engines

@@ -10,7 +10,7 @@ It neither sleeps nor awaits, so all of it can be tested, and simulated, faster 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, Protocol
 
 from sol.gateway.queue.config import CLASSES, RANK, ClassesConfig, QueueConfig
@@ -32,6 +32,10 @@ class Capacity(Protocol):
     def free(self, model: str, *, patient: bool) -> float:
         """Of these, how many they could be given now. `patient`: by those engines only that have few prompts before
         them, so that one that comes for somebody in a hurry finds no queue there."""
+        ...
+
+    def held(self, model: str, classes: Collection[str]) -> int:
+        """Places of `total` that requests of these classes have, or are on their way to."""
         ...
 
     def granted(self, waiter: Waiter) -> None:
@@ -147,7 +151,7 @@ class Dispatcher:
         total = self._capacity.total(model)
         if math.isinf(total):
             return True
-        held = sum(self.in_flight[each] for each in CLASSES[RANK[name] :])
+        held = self._capacity.held(model, CLASSES[RANK[name] :])
         return held < math.ceil(part * total - 1e-9)  # of few places, nobody's is kept free
 
     def pump(self, now: float) -> None:

@@ -15,6 +15,7 @@ from sol.gateway.routing.config import RoutingConfig
 from sol.gateway.routing.health import Health
 from sol.gateway.routing.latency import LatencyModel
 from sol.gateway.routing.prompts import Prompts
+from sol.version import __version__
 
 if TYPE_CHECKING:
     from sol.gateway.config import EngineEntry
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "Flight", "Verdict"]
 
 _MANY_TIMES = 10
+_USUAL_HEADERS = {"user-agent": f"sol-gateway/{__version__}", "accept": "*/*", "accept-encoding": "identity"}
 
 
 class Engine:
@@ -37,7 +39,8 @@ class Engine:
         """Requests that it takes well at once, as the queue has learned; None: nothing speaks against more."""
         self.prompt_room = math.inf
         """Tokens of prompts that may be before those of somebody who can wait."""
-        self.headers = dict(entry.headers)
+        self.headers = {**_USUAL_HEADERS, **{name.lower(): value for name, value in entry.headers.items()}}
+        """Of every request to it."""
         if entry.api_key is not None:
             self.headers["authorization"] = f"Bearer {entry.api_key}"
         self._signal_age = config.signal_age
@@ -53,6 +56,8 @@ class Engine:
         """Open requests that were not the gateway's own, by these signals."""
         self.in_flight = 0
         """The gateway's open requests."""
+        self.in_flight_by_class: dict[str, int] = {}
+        """Of these, how many are of each class."""
         self.num_streaming = 0
         """Of them, those whose answer has begun."""
         self.last_byte_at = 0.0
@@ -119,6 +124,7 @@ class Engine:
         if not self.in_flight:
             self._busy_since = flight.started_at
         self.in_flight += 1
+        self.in_flight_by_class[flight.class_name] = self.in_flight_by_class.get(flight.class_name, 0) + 1
         flight.prompt_load = self.prompts.sent(flight.prompt_tokens)
         self._unanswered[flight] = None
         return flight
@@ -141,11 +147,14 @@ class Engine:
 class Flight:
     """A call on its way to an engine and back. `end` is called once, whatever happens."""
 
-    __slots__ = ("_engine", "_load", "_streaming", "_trial", "call", "prompt_load", "prompt_tokens", "started_at")
+    __slots__ = (
+        "_engine", "_load", "_streaming", "_trial", "call", "class_name", "prompt_load", "prompt_tokens", "started_at",
+    )  # fmt: skip
 
     def __init__(self, engine: Engine, call: Call) -> None:
         self._engine = engine
         self.call = call
+        self.class_name = call.class_name
         self.prompt_tokens = call.input_tokens
         """Those that the engine has before it; 0 once its answer has begun."""
         self.prompt_load = 0
@@ -172,5 +181,6 @@ class Flight:
         engine.prompts.gone(self.prompt_tokens)
         self.prompt_tokens = 0
         engine.in_flight -= 1
+        engine.in_flight_by_class[self.class_name] -= 1
         engine.num_streaming -= self._streaming
         engine.breaker.end(verdict, time.monotonic(), trial=self._trial)
