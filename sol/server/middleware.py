@@ -27,6 +27,11 @@ def is_work(scope: Scope) -> bool:
     return scope["type"] == "http" and scope["method"] == "POST" and bool(scope["path"].startswith(_PROTECTED))
 
 
+def needs_key(path: str) -> bool:
+    """Whether a route is closed to who has none of the API keys, if there are any."""
+    return path.startswith(_PROTECTED)
+
+
 class RequestIdMiddleware:
     """Give every response `x-request-id`, the client's own where it sent a sane one, and turn whatever nobody caught
     into a 500 of the usual shape."""
@@ -89,7 +94,7 @@ class ApiKeyMiddleware:
         self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._keys and scope["type"] == "http" and scope["path"].startswith(_PROTECTED):
+        if self._keys and scope["type"] == "http" and needs_key(scope["path"]):
             scheme, _, key = _header(scope, b"authorization").partition(b" ")
             if scheme.lower() != b"bearer" or not self._knows(key.strip()):
                 message = "no API key" if not key else "unknown API key"

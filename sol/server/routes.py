@@ -19,6 +19,7 @@ from sol.server.config import ServerConfig
 from sol.server.errors import handle_disconnect, handle_error, handle_http_exception
 from sol.server.middleware import ApiKeyMiddleware, RequestIdMiddleware, WorkMiddleware
 from sol.server.observe import ObserveMiddleware, Observer
+from sol.server.openapi import openapi
 from sol.server.page import page
 from sol.server.responses import create_response, delete_response, retrieve_response
 from sol.server.state import ServerState
@@ -49,6 +50,7 @@ def create_app(state: ServerState, observers: Sequence[Observer] = ()) -> Starle
             Route("/version", health.version),
             Route("/load", health.load),
             Route("/metrics", health.scrape),
+            Route("/openapi.json", openapi),
         ],
         middleware=[
             Middleware(RequestIdMiddleware),

@@ -20,9 +20,9 @@ READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
 
 MOST_URGENT, LEAST_URGENT = -(2**31), 2**31 - 1
 
-_TIERS = {"priority": -1, "default": 0, "auto": 0, "flex": 1}
+TIERS = {"priority": -1, "default": 0, "auto": 0, "flex": 1}
 """OpenAI's service tiers as priorities."""
-_MAX_SALT_CHARACTERS = 256
+MAX_SALT_CHARACTERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +39,20 @@ def scheduling_of(request: Request, body: GenerationBody, state: ServerState) ->
     """Raises `RequestError`, or `QueueFullError` if there is no room for one more."""
     state.check_queue()
     salt = body.cache_salt
-    if salt is not None and not 0 < len(salt) <= _MAX_SALT_CHARACTERS:
+    if salt is not None and not 0 < len(salt) <= MAX_SALT_CHARACTERS:
         raise RequestError(
-            f"cache_salt must have 1 to {_MAX_SALT_CHARACTERS} characters, not {len(salt)}", param="cache_salt"
+            f"cache_salt must have 1 to {MAX_SALT_CHARACTERS} characters, not {len(salt)}", param="cache_salt"
         )
     by_priority = state.config.engine.scheduling_policy == "priority"
     return Scheduling(_priority(body, by_priority=by_priority), _deadline(request), salt)
 
 
 def _priority(body: GenerationBody, *, by_priority: bool) -> int:
-    if body.service_tier is not None and body.service_tier not in _TIERS:
+    if body.service_tier is not None and body.service_tier not in TIERS:
         raise RequestError(
-            f"service_tier must be one of {', '.join(_TIERS)}, not {shorten(body.service_tier)}", param="service_tier"
+            f"service_tier must be one of {', '.join(TIERS)}, not {shorten(body.service_tier)}", param="service_tier"
         )
-    tier = _TIERS[body.service_tier or "default"]
+    tier = TIERS[body.service_tier or "default"]
     name, priority = ("service_tier", tier) if body.priority is None else ("priority", body.priority)
     if priority and not by_priority:
         raise RequestError(
