@@ -1,0 +1,91 @@
+"""Which forms a model writes its reasoning and its tool calls in: as its owner says, or as its chat template shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import Final
+
+from sol.text.answer_parser import AnswerParser
+from sol.text.chat_template import ChatTemplate
+from sol.text.reasoning import CLOSE, DeepSeekR1Parser, ReasoningParser
+from sol.text.tokenizer import Tokenizer
+from sol.text.tools.parsers import HermesParser, Llama3JsonParser, MistralParser, ToolParser
+
+TOOL_PARSERS: Final[dict[str, type[ToolParser]]] = {
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+}
+"""By vLLM's names."""
+REASONING_PARSERS: Final[dict[str, type[ReasoningParser]]] = {"deepseek_r1": DeepSeekR1Parser, "qwen3": ReasoningParser}
+AUTO: Final = "auto"
+"""As the chat template shows."""
+NONE: Final = "none"
+
+_READS_TOOLS: Final = re.compile(r"\{[%{][^}]*\btools\b")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """`tool_parser` and `reasoning_parser` are names of the tables above, or `auto`, or `none`."""
+
+    tools: type[ToolParser] | None = None
+    """None: a call that the model was not made to make is not recognised."""
+    reasoning: type[ReasoningParser] | None = None
+    shows_tools: bool = False
+    """The chat template tells the model of its tools."""
+    kept_ids: frozenset[int] = field(default_factory=frozenset)
+    """Special tokens that are markers, which the parsers have to see."""
+
+    @classmethod
+    def of(
+        cls,
+        template: ChatTemplate | None,
+        tokenizer: Tokenizer,
+        *,
+        tool_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+    ) -> AnswerFormat:
+        source = "" if template is None else template.source
+        tools = _shown_tools(source) if tool_parser == AUTO else TOOL_PARSERS.get(tool_parser)
+        reasoning = _shown_reasoning(source) if reasoning_parser == AUTO else REASONING_PARSERS.get(reasoning_parser)
+        markers = {marker.encode() for parser in (tools, reasoning) if parser is not None for marker in parser.markers}
+        kept = frozenset(i for i in tokenizer.special_ids if tokenizer.token_bytes(i) in markers)
+        return cls(tools, reasoning, _READS_TOOLS.search(source) is not None, kept)
+
+    def parser(
+        self,
+        prompt: str,
+        tools: ToolParser | None = None,
+        *,
+        max_calls: int | None = None,
+        show_reasoning: bool = True,
+    ) -> AnswerParser | None:
+        """Of an answer to `prompt`, as the chat template made it. None where there is nothing to find."""
+        if tools is None and self.reasoning is None:
+            return None
+        reasoning = None if self.reasoning is None else self.reasoning(prompt)
+        return AnswerParser(reasoning, tools, max_calls=max_calls, show_reasoning=show_reasoning)
+
+    def tool_parser(self, names: Container[str]) -> ToolParser | None:
+        return None if self.tools is None else self.tools(names)
+
+
+def _shown_tools(source: str) -> type[ToolParser] | None:
+    if "[TOOL_CALLS]" in source:
+        return MistralParser
+    # Others write <tool_call>, too, but something else than JSON inside of it.
+    if "<tool_call>" in source and not re.search(r"<function=|<arg_key>|<parameter=", source):
+        return HermesParser
+    if "<|python_tag|>" in source or ('"parameters": dictionary' in source and "<|start_header_id|>" in source):
+        return Llama3JsonParser
+    return None
+
+
+def _shown_reasoning(source: str) -> type[ReasoningParser] | None:
+    if CLOSE not in source:
+        return None
+    # The first models of this kind think before every answer, and their templates know no other way.
+    return ReasoningParser if "enable_thinking" in source or "｜Assistant｜" not in source else DeepSeekR1Parser

@@ -1,0 +1,89 @@
+"""Splits what a model thinks, `<think>…</think>`, from what it answers."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final, NamedTuple
+
+from sol.text.marked_text import WHITE, TextUntil
+
+OPEN: Final = "<think>"
+CLOSE: Final = "</think>"
+
+
+class Split(NamedTuple):
+    reasoning: str
+    content: str
+
+
+class ReasoningParser:
+    """Takes an answer's text in pieces of any size (`feed`, then `finish` once); how it was cut makes no difference.
+
+    An answer that begins with `<think>`, or whose prompt ends with it, is reasoning until `</think>`, and all of it if
+    that never comes. Otherwise it is content, unless the model leaves its first marker out (`always_thinks`). White
+    space beside markers belongs to the form. Markers later in the answer are content.
+
+    `prompt` is what the chat template made: its end says whether the model is thinking already, or is not to.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
+    """What `skip_special_tokens` must not leave out, although it may be special tokens."""
+    always_thinks: ClassVar[bool] = False
+
+    def __init__(self, prompt: str = "") -> None:
+        end = prompt[-64:].rstrip(WHITE)
+        self._assumed = end.endswith(OPEN) or (self.always_thinks and not end.endswith(CLOSE))
+        """The answer is reasoning even without a marker."""
+        self._held: str | None = ""
+        """The answer's beginning, while it may be the marker; None once that is decided."""
+        self._until: TextUntil | None = None
+        self._strip = False
+
+    @property
+    def thinking(self) -> bool:
+        """The text so far ends in reasoning."""
+        return self._until is not None
+
+    def feed(self, text: str) -> Split:
+        if self._held is not None:
+            text = self._held + text
+            body = text.lstrip(WHITE)
+            if len(body) < len(OPEN) and OPEN.startswith(body):
+                self._held = text
+                return Split("", "")
+            text = self._decide(text)
+        if self._until is None:
+            return Split("", self._content(text))
+        reasoning, rest = self._until.feed(text)
+        if rest is None:
+            return Split(reasoning, "")
+        self._until, self._strip = None, True
+        return Split(reasoning, self._content(rest))
+
+    def finish(self) -> Split:
+        if self._held is not None:
+            text = self._decide(self._held)
+            if self._until is None:
+                return Split("", text)
+            return Split(self._until.feed(text).text + self._until.finish(), "")
+        return Split("" if self._until is None else self._until.finish(), "")
+
+    def _decide(self, text: str) -> str:
+        """Whether the answer begins with reasoning; what is left of `text`, its beginning."""
+        self._held = None
+        body = text.lstrip(WHITE)
+        marked = body.startswith(OPEN)
+        if marked or self._assumed:
+            self._until = TextUntil(CLOSE, strip_leading=True)
+        return body.removeprefix(OPEN) if marked else text
+
+    def _content(self, text: str) -> str:
+        if self._strip:
+            text = text.lstrip(WHITE)
+            self._strip = not text
+        return text
+
+
+class DeepSeekR1Parser(ReasoningParser):
+    """For models that think before every answer and may leave `<think>` out, since templates wrote it for them."""
+
+    always_thinks = True
