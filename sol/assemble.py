@@ -28,7 +28,7 @@ from sol.models.dummy_checkpoint import parameter_shapes
 from sol.models.packed_cache import CpuPacker, Source, packed_nbytes
 from sol.models.quantization_config import REQUANTIZING
 from sol.models.registry import load_program
-from sol.models.source import ModelFiles, resolve
+from sol.models.source import ModelFiles, resolve_configured
 from sol.ops import EagerExecutor, Executor, KVCache
 from sol.ops.cpu.executor import CpuExecutor, KVCacheSpec
 from sol.ops.cpu.native import NativeError
@@ -53,9 +53,12 @@ from sol.runner.memory import (
 )
 from sol.runner.model_runner import ModelRunner
 from sol.runner.verify_graphs import INVARIANT
+from sol.sampling.grammar import Grammars
 from sol.speculation.config import SpeculativeConfig
 from sol.speculation.plan import Controller, FixedController, GoodputController, shapes_to_measure
 from sol.speculation.propose import LOOKUPS, Proposer, lookup_proposers
+from sol.text.grammar import GrammarCompiler
+from sol.text.tokenizer import Tokenizer, end_token_ids
 from sol.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -101,7 +104,7 @@ def plan(config: EngineConfig, *, progress: bool = True) -> EnginePlan:
     """
     device = resolve_device(config.device)
     on_cpu = device.type == "cpu"
-    files = resolve(config.model, load_format=config.load_format, progress=progress)
+    files = resolve_configured(config, progress=progress)
     model = load_model_config(files)
     dtype = resolve_dtype(config.dtype, device, model.torch_dtype)
     quantized = config.dtype == "auto" and (model.quantization or config.quantization) is not None
@@ -189,9 +192,11 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
     model, memory, device = settled.model, settled.memory, settled.device
     torch.set_num_threads(settled.threads)
     speculative = settled.speculative
+    grammars = None if config.skip_tokenizer_init else _grammars(settled.files, model)
+    compile_grammar = None if grammars is None else grammars.compile
     runner: ModelRunner | GpuRunner
     if device.type == "cuda":
-        runner, memory, weight_bytes = _build_gpu_runner(config, settled, progress=progress)
+        runner, memory, weight_bytes = _build_gpu_runner(config, settled, compile_grammar, progress=progress)
         drafters = runner.drafters
     else:
         executor, weight_bytes = _build_executor(config, settled, progress=progress)
@@ -205,6 +210,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
             device=device,
             drafters=drafters,
             verify_method=speculative.verify_method,
+            grammars=compile_grammar,
         )
         runner.run_worst_case(settled.max_num_logits_rows, settled.max_num_batched_tokens, memory.max_model_len)
         if isinstance(executor, CpuExecutor):
@@ -249,7 +255,17 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
         drafters=drafters.names if drafters is not None else [],
         num_speculative_tokens=speculative.num_speculative_tokens if drafters is not None else 0,
     )
-    return EngineCore(scheduler, runner, info, work_ahead=1 if device.type == "cuda" else 0)
+    return EngineCore(scheduler, runner, info, work_ahead=1 if device.type == "cuda" else 0, grammars=grammars)
+
+
+def _grammars(files: ModelFiles, model: ModelConfig) -> GrammarCompiler:
+    """Its tokenizer is not loaded before somebody wants a grammar."""
+
+    def load() -> tuple[Tokenizer, tuple[int, ...]]:
+        tokenizer = Tokenizer.from_files(files)
+        return tokenizer, end_token_ids(files, tokenizer)
+
+    return GrammarCompiler(load, vocab_size=model.vocab_size)
 
 
 def _drafters(settled: EnginePlan, proposers: Sequence[Proposer]) -> Drafters | None:
@@ -279,7 +295,7 @@ def _controller(settled: EnginePlan, memory: MemoryPlan, runner: ModelRunner | G
 
 
 def _build_gpu_runner(
-    config: EngineConfig, settled: EnginePlan, *, progress: bool
+    config: EngineConfig, settled: EnginePlan, grammars: Grammars | None, *, progress: bool
 ) -> tuple[GpuRunner, MemoryPlan, int]:
     """The runner with its drafters, the plan of its memory with what was measured, and the bytes of all weights."""
     first = settled.memory
@@ -327,6 +343,7 @@ def _build_gpu_runner(
         verify_method=settled.speculative.verify_method,
         max_num_logits_rows=settled.max_num_logits_rows,
         num_speculative_tokens=settled.speculative.num_speculative_tokens,
+        grammars=grammars,
     )
     return runner, memory, weights
 

@@ -22,7 +22,7 @@ from sol.engine.types import (
     TokenLogprobs,
 )
 from sol.errors import ConfigError, ContextLengthError, RequestError, SolError
-from sol.models.source import resolve
+from sol.models.source import resolve_configured
 from sol.sampling_params import SamplingParams
 from sol.seeds import SeedSource
 from sol.speculation.request import check_speculation
@@ -67,13 +67,14 @@ class LocalEngine:
     """Raises whatever `resolve` and `build_core` raise: a model or an option that cannot work."""
 
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
-        files = resolve(config.model, load_format=config.load_format, progress=progress)
+        files = resolve_configured(config, progress=progress)
         self._tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_files(files)
         self._chat_template = None if config.skip_tokenizer_init else load_chat_template(files)
         self._eos_token_ids = list(end_token_ids(files, self._tokenizer))
         core = build_core(config, progress=progress)
         self.info = core.info
         self._client = InProcessClient(core)
+        self._check_grammar = core.check_grammar
         self._seeds = SeedSource(config.seed)
         self._numbers = itertools.count()
 
@@ -180,6 +181,11 @@ class LocalEngine:
                 f"a prompt has token ids outside of the vocabulary of {self.info.vocab_size} tokens", param="prompt"
             )
         params.check_vocabulary(self.info.vocab_size)
+        if params.grammar is not None:
+            try:
+                self._check_grammar(params.grammar)
+            except RequestError as error:
+                raise RequestError(f"grammar: {error.message}", param="grammar") from None
 
     def _take(self, choice: _Choice, output: RequestOutput) -> Piece:
         if output.finish_reason == "error":

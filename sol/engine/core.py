@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeAlias
 
+from sol.engine.compiling import Compiled, Compiling, Grammars
 from sol.engine.scheduler import Scheduler
 from sol.engine.types import EngineInfo, EngineOutput, EngineRequest, RequestOutput, SchedulerOutput, StepOutput
 from sol.errors import EngineDeadError, RequestError, SolError
+from sol.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class _Step:
     """Waits for it."""
 
 
-_Item: TypeAlias = EngineRequest | _Abort | _Refusal | None
+_Item: TypeAlias = EngineRequest | Compiled | _Abort | _Refusal | None
 
 
 class EngineCore:
@@ -59,6 +61,7 @@ class EngineCore:
     `work_ahead` is how many steps may be planned and started before the oldest one is read: 0 where the host computes
     itself, 1 where a device does, so that it never waits for the host.
     `clock` counts seconds; what a step took is what the engine decides about drafts by.
+    `grammars` compiles those of requests; without it a request that has one is refused.
     `add`, `abort`, `refuse` and `wake` may be called from any thread, everything else from one.
     """
 
@@ -70,6 +73,7 @@ class EngineCore:
         *,
         work_ahead: int = 0,
         clock: Callable[[], float] = time.perf_counter,
+        grammars: Grammars | None = None,
     ) -> None:
         self.info = info
         self.dead: EngineDeadError | None = None
@@ -86,6 +90,7 @@ class EngineCore:
         self._inbox: SimpleQueue[_Item] = SimpleQueue()
         self._awaited: list[_Item] = []
         """What `wait` has taken from the inbox; it comes before the rest."""
+        self._compiling = Compiling(grammars, self._inbox.put)
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
@@ -100,6 +105,10 @@ class EngineCore:
         """Answer a request that could not even be read with an error."""
         self._inbox.put(_Refusal(request_id, message))
 
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Raise `SolError` for one that cannot be compiled. From any thread; takes as long as compiling it does."""
+        self._compiling.check(grammar)
+
     def wake(self) -> None:
         """Let `wait` return."""
         self._inbox.put(None)
@@ -107,6 +116,11 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return self._busy or bool(self._awaited) or not self._inbox.empty()
+
+    @property
+    def awaits_grammars(self) -> bool:
+        """Whether there may be work soon of which nobody outside will tell."""
+        return len(self._compiling) > 0
 
     @property
     def _busy(self) -> bool:
@@ -147,6 +161,7 @@ class EngineCore:
             self.dead = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
             self._started.clear()
             outputs += self._scheduler.finish_all("error", self.dead.message)
+            outputs += [_failure(held.request_id, self.dead.message) for held in self._compiling.release_all()]
             computed = 0
         except BaseException:
             # Interrupted in the middle: blocks are published that were perhaps never computed.
@@ -154,6 +169,7 @@ class EngineCore:
             raise
         stats = self._scheduler.take_stats()
         stats.iteration_tokens = computed
+        stats.num_waiting += len(self._compiling)
         return EngineOutput(outputs=outputs, stats=stats)
 
     def check_integrity(self) -> None:
@@ -170,7 +186,9 @@ class EngineCore:
             if isinstance(item, EngineRequest):
                 output = self._add(item)
             elif isinstance(item, _Abort):
-                output = self._scheduler.finish(item.request_id, "abort")
+                output = self._abort(item.request_id)
+            elif isinstance(item, Compiled):
+                output = self._add_compiled(item)
             elif isinstance(item, _Refusal):
                 output = _failure(item.request_id, item.message)
             else:
@@ -182,13 +200,32 @@ class EngineCore:
     def _add(self, request: EngineRequest) -> RequestOutput | None:
         try:
             _check_tokens(request, self.info.vocab_size)
-            self._scheduler.add(request)
+            if self._compiling.release(request.request_id) is not None:
+                raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
+            if not self._compiling.hold(request):
+                self._scheduler.add(request)
         except SolError as error:
             # Outputs go by id, so of two requests with one id neither could be answered: the earlier one ends too.
             return self._scheduler.finish(request.request_id, "error", error.message) or _failure(
                 request.request_id, error.message
             )
         return None
+
+    def _add_compiled(self, item: Compiled) -> RequestOutput | None:
+        request = item.request
+        if not self._compiling.is_held(request):
+            return None  # it has left meanwhile
+        self._compiling.release(request.request_id)
+        if item.error is None:
+            return self._add(request)
+        if not isinstance(item.error, SolError):
+            logger.error("a grammar could not be compiled", exc_info=item.error)
+        return _failure(request.request_id, f"grammar: {item.error}")
+
+    def _abort(self, request_id: str) -> RequestOutput | None:
+        if self._compiling.release(request_id) is not None:
+            return RequestOutput(request_id=request_id, new_token_ids=[], finish_reason="abort")
+        return self._scheduler.finish(request_id, "abort")
 
 
 def _check_tokens(request: EngineRequest, vocab_size: int) -> None:

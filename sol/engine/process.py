@@ -41,6 +41,8 @@ _LAST_WORDS_MS = 200
 _ASK_SECONDS = 3.0
 """How long a child may take to finish its step when it is asked to end."""
 _TERMINATE_SECONDS = 2.0
+_GRAMMARS_MS = 2
+"""How often an engine with nothing else to do looks whether a grammar is compiled."""
 _FLUSH_MS = 2000
 """How long a child that ends waits for its last message to be taken."""
 _MAX_SOCKET_PATH = 100
@@ -269,8 +271,8 @@ def _run(start_up: wire.StartUp, build: Callable[[EngineConfig], EngineCore]) ->
 def _serve(core: EngineCore, requests: zmq.Socket[Any], outputs: zmq.Socket[Any]) -> None:
     """Steps until a shutdown is asked for or a step fails; sleeps while there is nothing to do."""
     while core.dead is None:
-        if not core.has_work:
-            requests.poll()
+        while not core.has_work and not requests.poll(_GRAMMARS_MS if core.awaits_grammars else None):
+            pass
         while requests.poll(0):
             if not _take_in(core, wire.decode_to_engine(requests.recv())):
                 return

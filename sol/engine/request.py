@@ -115,13 +115,16 @@ class Request:
 
     def _ends_with(self, token_id: int, num_tokens: int) -> Literal["stop", "length"] | None:
         """Whether `token_id` as the last one of so many tokens ends it, and why."""
-        ends = self._is_end(token_id) or token_id in self.params.stop_token_ids
+        ends = self._is_end(token_id)
+        if ends and self.params.grammar is not None:
+            return "stop"  # its mask has seen to `min_tokens`, as far as the grammar lets it
+        ends = ends or token_id in self.params.stop_token_ids
         if ends and num_tokens - self.num_prompt_tokens >= self.params.min_tokens:
             return "stop"
         return "length" if num_tokens >= self.max_num_tokens else None
 
     def _is_end(self, token_id: int) -> bool:
-        return token_id in self.eos_token_ids and not self.params.ignore_eos
+        return token_id in self.eos_token_ids and (not self.params.ignore_eos or self.params.grammar is not None)
 
 
 def make_request(wanted: EngineRequest, *, max_model_len: int, sequence: int) -> Request:

@@ -116,6 +116,9 @@ class Drafters:
         try:
             proposals = member.proposer.propose(rows)
             self._check(proposals, rows)
+            for proposal, row in zip(proposals, rows, strict=True):
+                if row.sampling.grammar is not None:
+                    _cut(proposal, row)
             member.num_failures = 0
         except Exception as failure:
             self._put_aside(name, member, failure)
@@ -171,6 +174,17 @@ class Drafters:
         chosen = probs[torch.arange(len(token_ids)), torch.tensor(token_ids, dtype=torch.int64)]
         if not bool((probs >= 0.0).all() & probs.isfinite().all() & (chosen > 0.0).all()):
             raise ValueError("drafts were drawn from what are no distributions, or that do not hold them")
+
+
+def _cut(proposal: Proposal, row: ProposalRow) -> None:
+    """Leave off the drafts from the first on that the request's grammar forbids. Not those that were sampled: whether
+    one is verified must not depend on which it is."""
+    grammar = row.sampling.grammar
+    if grammar is None or proposal.probs is not None or not proposal.token_ids:
+        return
+    count = grammar.num_allowed(row.sampling.output_token_ids, proposal.token_ids)
+    proposal.token_ids = proposal.token_ids[:count]
+    proposal.scores = None if proposal.scores is None else proposal.scores[:count]
 
 
 def as_draft(drafter: str, proposal: Proposal) -> Draft:

@@ -17,6 +17,7 @@ from sol.runner.drafters import Drafters
 from sol.runner.gpu_runner import GpuRunner
 from sol.runner.memory import MemoryPlan, allocate_kv_cache
 from sol.runner.verify_graphs import verify_buckets
+from sol.sampling.grammar import Grammars
 from sol.speculation.config import VerifyMethod
 
 
@@ -50,6 +51,7 @@ def build_gpu_runner(
     verify_method: VerifyMethod = "coupled",
     max_num_logits_rows: int | None = None,
     num_speculative_tokens: int = 0,
+    grammars: Grammars | None = None,
 ) -> tuple[GpuRunner, MemoryPlan]:
     """A runner that is ready, and the plan its memory follows.
 
@@ -60,7 +62,7 @@ def build_gpu_runner(
     last. They are made for the small cache, too, so their largest passes are in what is measured.
     `drafter_weights`: bytes that were loaded for them beforehand; their KV caches are in `first.kv_per_token`.
     `num_trial_tokens`: that the small cache has room for at least, if there are so many.
-    `num_speculative_tokens`: the most drafts of a request that a step verifies.
+    `num_speculative_tokens`: the most drafts of a request that a step verifies. `grammars` compiles those of requests.
     Raises `OutOfMemoryError`, and `ConfigError` where there is no Triton.
     """
     verifying = verify_buckets(max_num_seqs, num_speculative_tokens) if drafters is not None else []
@@ -81,6 +83,7 @@ def build_gpu_runner(
             drafters=made,
             verify_method=verify_method,
             max_num_logits_rows=max_num_logits_rows,
+            grammars=grammars,
         )
 
     try:

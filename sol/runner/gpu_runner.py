@@ -5,8 +5,8 @@ A step whose rows all compute one token is a decode step. Its inputs are four nu
 captured for that many rows. Any other step is launched op by op.
 
 A result is read when it is asked for. Until then the tokens it samples are known to the device alone, and the steps
-after it take them from there. Rows whose sampling depends on what the host knows (penalties, logprobs …) are sampled
-by the host's sampler, which waits for the steps before it; their neighbours are not affected.
+after it take them from there. Rows whose sampling depends on what the host knows (penalties, logprobs, a grammar …) are
+sampled by the host's sampler, which waits for the steps before it; their neighbours are not affected.
 
 A row with drafts is sampled at each of them; which ones were right is seen when the step is read. Nothing follows such
 a row before that, and who drafts for the next step does so then.
@@ -36,6 +36,7 @@ from sol.runner.model_runner import worst_case, worst_drafts
 from sol.runner.staging import Staging
 from sol.runner.verify_graphs import Size, VerifyGraphs
 from sol.sampling import batched
+from sol.sampling.grammar import Grammars
 from sol.sampling.prompt import prompt_logprobs
 from sol.sampling.sampler import NOT_FINITE_MESSAGE, SampledToken
 from sol.speculation.config import VerifyMethod
@@ -158,8 +159,11 @@ class GpuRunner:
         drafters: Drafters | None = None,
         verify_method: VerifyMethod = "coupled",
         max_num_logits_rows: int | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`max_num_logits_rows`: most rows of logits in a step; None: one for each request."""
+        """`max_num_logits_rows`: most rows of logits in a step; None: one for each request. `grammars` compiles those
+        of requests; without it requests must not have any."""
+        self._grammars = grammars
         self._drafters = drafters
         self._max_num_logits_rows = max_num_logits_rows or max_num_seqs
         self._verify_method: VerifyMethod = verify_method
@@ -462,7 +466,7 @@ class GpuRunner:
         for new in plan.new_requests:
             if new.request_id in self._rows:
                 raise RuntimeError(f"the plan adds {new.request_id!r}, which the runner holds already")
-            self._rows[new.request_id] = _Row(HeldRequest(new), self._entries.take())
+            self._rows[new.request_id] = _Row(HeldRequest(new, self._grammars), self._entries.take())
         for cached in plan.cached_requests:
             row = self._rows[cached.request_id]
             row.held.update(cached)

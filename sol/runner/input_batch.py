@@ -10,6 +10,7 @@ import torch
 
 from sol.engine.types import CachedRequestData, NewRequestData, ProposalPlan, SchedulerOutput
 from sol.ops import RaggedBatch
+from sol.sampling.grammar import Grammars, grammar_state
 from sol.sampling.processing import SamplingRow
 from sol.sampling.prompt import PromptPart
 from sol.speculation.propose import ProposalRow
@@ -32,7 +33,7 @@ class HeldRequest:
         "tenant",
     )
 
-    def __init__(self, data: NewRequestData) -> None:
+    def __init__(self, data: NewRequestData, grammars: Grammars | None = None) -> None:
         self.prompt_token_ids = np.array(data.token_ids[: data.num_prompt_tokens], dtype=np.int64)
         self.output_token_ids = data.token_ids[data.num_prompt_tokens :]
         self.num_computed_tokens = data.num_computed_tokens
@@ -48,6 +49,7 @@ class HeldRequest:
             prompt_token_ids=data.token_ids[: data.num_prompt_tokens],
             output_token_ids=self.output_token_ids,
             eos_token_ids=data.eos_token_ids,
+            grammar=grammar_state(data.params.grammar, grammars),
         )
 
     @property
@@ -93,8 +95,9 @@ class HeldRequest:
 class InputBatch:
     """Not thread-safe. Order within a step is the plan's."""
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device, grammars: Grammars | None = None) -> None:
         self._block_size = block_size
+        self._grammars = grammars
         self._device = device
         self._requests: dict[str, HeldRequest] = {}
 
@@ -104,7 +107,7 @@ class InputBatch:
         for new in plan.new_requests:
             if new.request_id in self._requests:
                 raise RuntimeError(f"the plan adds {new.request_id!r}, which the runner holds already")
-            self._requests[new.request_id] = HeldRequest(new)
+            self._requests[new.request_id] = HeldRequest(new, self._grammars)
         for cached in plan.cached_requests:
             self._requests[cached.request_id].update(cached)
 

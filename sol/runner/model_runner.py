@@ -10,6 +10,7 @@ from sol.engine.types import NewRequestData, SchedulerOutput, StepOutput
 from sol.ops import Executor
 from sol.runner.drafters import Drafters, as_draft
 from sol.runner.input_batch import InputBatch
+from sol.sampling.grammar import Grammars
 from sol.sampling.prompt import prompt_logprobs
 from sol.sampling.sampler import SampledToken, sample
 from sol.sampling_params import SamplingParams
@@ -29,13 +30,15 @@ class ModelRunner:
         device: torch.device,
         drafters: Drafters | None = None,
         verify_method: VerifyMethod = "coupled",
+        grammars: Grammars | None = None,
     ) -> None:
+        """`grammars` compiles those of requests; without it requests must not have any."""
         self._executor = executor
         self._drafters = drafters
         self._verify_method: VerifyMethod = verify_method
         self._block_size = block_size
         self._num_blocks = num_blocks
-        self._batch = InputBatch(block_size, device)
+        self._batch = InputBatch(block_size, device, grammars)
 
     def submit(self, plan: SchedulerOutput) -> Callable[[], StepOutput]:
         result = self.execute(plan)

@@ -79,6 +79,7 @@ def needs_host(row: SamplingRow, num_output_tokens: int) -> bool:
         or num_output_tokens < params.min_tokens
         or bool(params.logit_bias)
         or params.penalised
+        or params.grammar is not None
     )
 
 

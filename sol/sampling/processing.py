@@ -1,6 +1,6 @@
 """From a row of raw logits to the candidates that may be sampled. Order and meaning are vLLM's:
 
-logit bias and min_tokens → penalties → temperature → min_p → top_k → top_p.
+logit bias, min_tokens and grammar → penalties → temperature → min_p → top_k → top_p.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Final, overload
 
 import torch
 
+from sol.sampling.grammar import GrammarState
 from sol.sampling_params import SamplingParams
 
 _FIRST_LOOK: Final = 256
@@ -28,6 +29,9 @@ class SamplingRow:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     eos_token_ids: Sequence[int]
+    grammar: GrammarState | None = None
+    forbidden: torch.Tensor | None = None
+    """[V] bool: what the grammar forbids here, once it has been asked"""
 
     @property
     def below_min_tokens(self) -> bool:
@@ -35,7 +39,8 @@ class SamplingRow:
 
     @property
     def changes_logits(self) -> bool:
-        return self.below_min_tokens or bool(self.params.logit_bias) or self.params.penalised
+        params = self.params
+        return self.forbidden is not None or self.below_min_tokens or bool(params.logit_bias) or params.penalised
 
 
 class _Continued(Sequence[int]):
@@ -67,11 +72,12 @@ class _Continued(Sequence[int]):
         return self._head[place] if place < length else self._tail[place - length]
 
 
-def continued(row: SamplingRow, token_ids: Sequence[int]) -> SamplingRow:
-    """`row` as it will be once `token_ids` have been emitted: what its next token is sampled with."""
-    if not token_ids:
-        return row
-    return replace(row, output_token_ids=_Continued(row.output_token_ids, token_ids))
+def continued(row: SamplingRow, token_ids: Sequence[int], forbidden: torch.Tensor | None = None) -> SamplingRow:
+    """`row` as it will be once `token_ids` have been emitted: what its next token is sampled with. `forbidden` [V] is
+    what its grammar forbids there."""
+    if token_ids:
+        return replace(row, output_token_ids=_Continued(row.output_token_ids, token_ids), forbidden=forbidden)
+    return row if forbidden is None else replace(row, forbidden=forbidden)
 
 
 def adjust(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
@@ -80,8 +86,10 @@ def adjust(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     if params.logit_bias:
         bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
         logits[_ids(params.logit_bias, logits)] += bias
-    if row.below_min_tokens:
+    if row.below_min_tokens and row.forbidden is None:  # a grammar's mask has seen to it
         logits[_ids({*row.eos_token_ids, *params.stop_token_ids}, logits)] = -torch.inf
+    if row.forbidden is not None:
+        logits.masked_fill_(row.forbidden, -torch.inf)
     if params.repetition_penalty != 1.0:
         tokens = _ids({*row.prompt_token_ids, *row.output_token_ids}, logits)
         seen, penalty = logits[tokens], params.repetition_penalty

@@ -27,7 +27,7 @@ from sol.engine.async_engine import AsyncEngine
 from sol.engine.process import ProcessClient
 from sol.engine.types import EngineInfo
 from sol.listening import bind_socket, listening_url
-from sol.models.source import resolve
+from sol.models.source import resolve_configured
 from sol.server.background import run_in_background
 from sol.server.config import ServerConfig
 from sol.server.observe import Observer, RequestLog
@@ -218,15 +218,13 @@ class _Loaded:
             tokenizer=self.tokenizer,
             chat_template=self.chat_template,
             eos_token_ids=self.eos_token_ids,
-            grammars=GrammarCompiler(
-                lambda: self.tokenizer, vocab_size=engine.info.vocab_size, eos_token_ids=self.eos_token_ids
-            ),
+            grammars=GrammarCompiler(lambda: (self.tokenizer, self.eos_token_ids), vocab_size=engine.info.vocab_size),
             max_prompt_chars=self.longest_token * engine.info.max_model_len,
         )
 
 
 def _load(config: ServerConfig) -> _Loaded:
-    files = resolve(config.engine.model, load_format=config.engine.load_format)
+    files = resolve_configured(config.engine)
     tokenizer = Tokenizer.from_files(files)
     return _Loaded(
         tokenizer=tokenizer,

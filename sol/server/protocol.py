@@ -103,7 +103,7 @@ class JsonSchemaFormat(BaseModel):
 
     name: str
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    schema_: Any = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -122,7 +122,7 @@ class TextFormat(BaseModel):
     type: str = "text"
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    schema_: Any = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -132,7 +132,7 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
-    json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    json_: Any = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -169,7 +169,7 @@ class GenerationBody(Body):
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | bool | str | None = None
+    guided_json: Any = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None

@@ -80,7 +80,7 @@ def _of_format(
 
 def _of_fields(
     prefix: str,
-    schema: dict[str, Any] | bool | str | None,
+    schema: Any,
     regex: str | None,
     choice: list[str] | None,
     grammar: str | None,

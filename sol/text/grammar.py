@@ -37,17 +37,16 @@ _MAX_GRAMMAR_SIZE: Final = 100_000
 class GrammarCompiler:
     """Compiles against one vocabulary.
 
-    `vocab_size` is the model's: tokens that only the embedding has are never allowed. `eos_token_ids` are those that
-    may end a text once it is complete. `tokenizer` makes the tokenizer; it is called, and the vocabulary prepared (0.1
-    to 0.5 s), when the first grammar comes.
+    `vocab_size` is the model's: tokens that only the embedding has are never allowed. `load` gives the tokenizer and
+    the ids that may end a text once it is complete; it is called, and the vocabulary prepared (0.1 to 0.5 s), when the
+    first grammar comes.
 
     What it raises is a `RequestError` whose message is the reason alone: whoever knows the field puts it in front.
     """
 
-    def __init__(self, tokenizer: Callable[[], Tokenizer], *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, load: Callable[[], tuple[Tokenizer, Sequence[int]]], *, vocab_size: int) -> None:
+        self._load = load
         self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
         self._vocabulary: LLTokenizer | None = None
         self._preparing = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
@@ -120,13 +119,14 @@ class GrammarCompiler:
                         "structured output needs the package llguidance: pip install 'sol-inference[serve]'",
                         param="grammar",
                     ) from None
-                if not self._eos_token_ids:
+                tokenizer, end_ids = self._load()
+                if not end_ids:
                     raise RequestError(
                         "structured output is not supported by this model, which has no token that ends a text",
                         param="grammar",
                     )
-                adapter: Any = _Vocabulary(self._tokenizer(), self._vocab_size, self._eos_token_ids[0])
-                self._vocabulary = LLTokenizer(adapter, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+                adapter: Any = _Vocabulary(tokenizer, self._vocab_size, end_ids[0])
+                self._vocabulary = LLTokenizer(adapter, n_vocab=self._vocab_size, eos_token=list(end_ids))
             return self._vocabulary
 
 

@@ -16,9 +16,18 @@ from typing import Final
 
 import torch
 
+from sol.sampling.grammar import DEAD_END, Mask, masks
 from sol.sampling.noise import Purpose, slot_key, uniform
 from sol.sampling.processing import SamplingRow, continued, distribution
-from sol.sampling.sampler import NOT_FINITE_MESSAGE, SampledToken, likeliest, sample_law, sample_row, token_logprobs
+from sol.sampling.sampler import (
+    NOT_FINITE_MESSAGE,
+    NOTHING,
+    SampledToken,
+    likeliest,
+    sample_law,
+    sample_row,
+    token_logprobs,
+)
 from sol.speculation.config import VerifyMethod
 from sol.speculation.verify import rules
 
@@ -42,30 +51,41 @@ def verify(logits: torch.Tensor, rows: Sequence[VerifyRow], method: VerifyMethod
 
     The first of a request's logits follow its last known token, the others one draft each. A request gets 1 to k + 1
     tokens: the accepted drafts, then the recovered or the bonus token. Where its first logits are not finite it gets a
-    single one with `error`; where later ones are not, its tokens end before them. `logits` is not changed.
+    single one with `error`; where later ones are not, its tokens end before them. So does one whose grammar knows no
+    next token. `logits` is not changed.
 
     ValueError for what whoever calls it should have seen to: another number of rows, drafts that are no tokens,
     `draft_probs` of another shape, or that hold a draft impossible.
     """
     _check(logits, rows)
+    forbidden: Sequence[Mask | None] = [None] * len(rows)
+    if any(entry.row.grammar is not None for entry in rows):
+        # Before anybody waits for the device.
+        forbidden = masks(logits, [entry.row for entry in rows], [entry.draft_token_ids for entry in rows])
     token_ids, finite = likeliest(logits)
     emitted: list[list[int]] = []
+    errors: list[str] = []
     start = 0
-    for entry in rows:
+    for entry, mask in zip(rows, forbidden, strict=True):
         drafts = entry.draft_token_ids
         stop = start + 1 + len(drafts)
         if not all(finite[start:stop]):
             drafts = drafts[: max(0, finite.index(False, start) - start - 1)]
+        errors.append(NOT_FINITE_MESSAGE if mask is None else DEAD_END)
         if not finite[start]:
             emitted.append([])
-        elif entry.row.params.greedy and not entry.row.changes_logits:
+            errors[-1] = NOT_FINITE_MESSAGE
+        elif isinstance(mask, str):
+            emitted.append([])
+            errors[-1] = mask
+        elif mask is None and entry.row.params.greedy and not entry.row.changes_logits:
             emitted.append(_agreeing(token_ids[start : start + 1 + len(drafts)], drafts))
         elif method == "coupled" or entry.row.params.greedy:
-            emitted.append(_coupled(logits[start:stop], entry.row, drafts))
+            emitted.append(_coupled(logits[start:stop], entry.row, drafts, mask))
         else:
-            emitted.append(_by_rule(logits[start:stop], entry, drafts, _RULES[method]))
+            emitted.append(_by_rule(logits[start:stop], entry, drafts, mask, _RULES[method]))
         start = stop
-    return _with_logprobs(logits, rows, emitted)
+    return _with_logprobs(logits, rows, emitted, errors)
 
 
 def _agreeing(token_ids: list[int], drafts: Sequence[int]) -> list[int]:
@@ -76,23 +96,32 @@ def _agreeing(token_ids: list[int], drafts: Sequence[int]) -> list[int]:
     return token_ids
 
 
-def _coupled(logits: torch.Tensor, row: SamplingRow, drafts: Sequence[int]) -> list[int]:
+def _coupled(logits: torch.Tensor, row: SamplingRow, drafts: Sequence[int], mask: torch.Tensor | None) -> list[int]:
     """As `_agreeing`, sampling one position after the other: none is sampled that cannot be emitted."""
     token_ids: list[int] = []
     for place in range(len(drafts) + 1):
-        token_ids.append(sample_row(logits[place], continued(row, drafts[:place])))
-        if place < len(drafts) and token_ids[place] != drafts[place]:
+        token_id = sample_row(logits[place], _at(place, row, drafts, mask))
+        if token_id == NOTHING:
+            break
+        token_ids.append(token_id)
+        if place < len(drafts) and token_id != drafts[place]:
             break
     return token_ids
 
 
-def _by_rule(logits: torch.Tensor, entry: VerifyRow, drafts: Sequence[int], rule: rules.Rule) -> list[int]:
+def _at(place: int, row: SamplingRow, drafts: Sequence[int], mask: torch.Tensor | None) -> SamplingRow:
+    return continued(row, drafts[:place], None if mask is None else mask[place])
+
+
+def _by_rule(
+    logits: torch.Tensor, entry: VerifyRow, drafts: Sequence[int], mask: torch.Tensor | None, rule: rules.Rule
+) -> list[int]:
     """The drafts that the rule accepts, and the token after them."""
     row = entry.row
     first = len(row.output_token_ids)
 
     def target(place: int) -> torch.Tensor:
-        return distribution(logits[place], continued(row, drafts[:place]))
+        return distribution(logits[place], _at(place, row, drafts, mask))
 
     def accept(slot: int, probability: float) -> bool:
         return uniform(slot_key(row.seed, row.choice_index, first, slot, Purpose.ACCEPT)) < probability
@@ -100,7 +129,8 @@ def _by_rule(logits: torch.Tensor, entry: VerifyRow, drafts: Sequence[int], rule
     accepted, recovered = rule(target, drafts, entry.draft_probs, accept)
     kept = list(drafts[:accepted])
     if recovered is None:
-        return [*kept, sample_row(logits[accepted], continued(row, kept))]
+        token_id = sample_row(logits[accepted], _at(accepted, row, kept, mask))
+        return kept if token_id == NOTHING else [*kept, token_id]
     return [*kept, sample_law(recovered, slot_key(row.seed, row.choice_index, first, accepted, Purpose.RECOVER))]
 
 
@@ -118,9 +148,10 @@ def _check(logits: torch.Tensor, rows: Sequence[VerifyRow]) -> None:
 
 
 def _with_logprobs(
-    logits: torch.Tensor, rows: Sequence[VerifyRow], emitted: Sequence[list[int]]
+    logits: torch.Tensor, rows: Sequence[VerifyRow], emitted: Sequence[list[int]], errors: Sequence[str]
 ) -> list[list[SampledToken]]:
-    """Each request's tokens, with logprobs where it wants them: all of a step's in one pass."""
+    """Each request's tokens, with logprobs where it wants them: all of a step's in one pass. Those without tokens have
+    their error."""
     places: list[int] = []
     token_ids: list[int] = []
     counts: list[int] = []
@@ -135,6 +166,6 @@ def _with_logprobs(
     return [
         [SampledToken(token, next(found) if entry.row.params.logprobs is not None else None) for token in tokens]
         if tokens
-        else [SampledToken(-1, error=NOT_FINITE_MESSAGE)]
-        for entry, tokens in zip(rows, emitted, strict=True)
+        else [SampledToken(NOTHING, error=error)]
+        for entry, tokens, error in zip(rows, emitted, errors, strict=True)
     ]
