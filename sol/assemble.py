@@ -55,6 +55,7 @@ from sol.runner.model_runner import ModelRunner
 from sol.runner.verify_graphs import INVARIANT
 from sol.sampling.grammar import Grammars
 from sol.speculation.config import SpeculativeConfig
+from sol.speculation.native import best_arithmetic
 from sol.speculation.plan import Controller, FixedController, GoodputController, shapes_to_measure
 from sol.speculation.propose import LOOKUPS, Proposer, lookup_proposers
 from sol.text.grammar import GrammarCompiler
@@ -196,7 +197,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
     compile_grammar = None if grammars is None else grammars.compile
     runner: ModelRunner | GpuRunner
     if device.type == "cuda":
-        runner, memory, weight_bytes = _build_gpu_runner(config, settled, compile_grammar, progress=progress)
+        runner, memory, weight_bytes = _build_gpu_runner(config, settled, grammars=compile_grammar, progress=progress)
         drafters = runner.drafters
     else:
         executor, weight_bytes = _build_executor(config, settled, progress=progress)
@@ -290,12 +291,14 @@ def _controller(settled: EnginePlan, memory: MemoryPlan, runner: ModelRunner | G
         max_num_logits_rows=settled.max_num_logits_rows,
         seconds=_MEASURING_SECONDS,
     )
-    make = FixedController if speculative.controller == "fixed" else GoodputController
-    return make(speculative.drafters, speculative.num_speculative_tokens, measured=measured)
+    drafters, num_tokens = speculative.drafters, speculative.num_speculative_tokens
+    if speculative.controller == "fixed":
+        return FixedController(drafters, num_tokens, measured=measured)
+    return GoodputController(drafters, num_tokens, measured=measured, arithmetic=best_arithmetic())
 
 
 def _build_gpu_runner(
-    config: EngineConfig, settled: EnginePlan, grammars: Grammars | None, *, progress: bool
+    config: EngineConfig, settled: EnginePlan, *, progress: bool, grammars: Grammars | None = None
 ) -> tuple[GpuRunner, MemoryPlan, int]:
     """The runner with its drafters, the plan of its memory with what was measured, and the bytes of all weights."""
     first = settled.memory

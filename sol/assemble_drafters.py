@@ -21,6 +21,7 @@ from sol.errors import ConfigError, TokenizerError
 from sol.models.checkpoint import Checkpoint, open_checkpoint
 from sol.models.config import ModelConfig, load_model_config
 from sol.models.dummy_checkpoint import parameter_shapes
+from sol.models.hub_access import HubAccess
 from sol.models.packed_cache import CpuPacker, Source, packed_nbytes
 from sol.models.registry import load_program
 from sol.models.source import ModelFiles, resolve
@@ -297,7 +298,10 @@ def _plan_draft_model(
     assert speculative.model is not None, "speculative_config() sees to it"
     # A format that was asked for is the target's; random weights are for both.
     files = resolve(
-        speculative.model, load_format="dummy" if config.load_format == "dummy" else "auto", progress=progress
+        speculative.model,
+        load_format="dummy" if config.load_format == "dummy" else "auto",
+        access=HubAccess(token=config.hf_token, offline=config.offline),
+        progress=progress,
     )
     model = load_model_config(files)
     quantized = config.dtype == "auto" and model.quantization is not None

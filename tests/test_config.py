@@ -32,6 +32,9 @@ from sol.errors import ConfigError
         ("speculation", "ngram", "speculation must be one of auto, off, not 'ngram'"),
         ("speculative_config", '{"method": "ngram"}', "speculative_config must be a dictionary"),
         ("speculative_config", {"method": "eagle3"}, "'eagle3' is not supported yet"),
+        ("offline", 1, "offline must be true or false, not 1"),
+        ("revision", " ", "revision must be a branch, a tag or a commit, not ' '"),
+        ("hf_token", "hf_a b", "hf_token must be printable ASCII without spaces, and not empty$"),
         ("enable_prefix_caching", "no", "enable_prefix_caching must be true or false, not 'no'"),
     ],
 )

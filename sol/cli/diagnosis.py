@@ -190,11 +190,11 @@ def _gpus() -> list[Gpu]:
 def _model_cost(config: EngineConfig) -> ModelCost:
     from sol.models.config import load_model_config
     from sol.models.dummy_checkpoint import parameter_shapes
-    from sol.models.source import resolve
+    from sol.models.source import resolve_configured
     from sol.runner.device import DTYPES
     from sol.runner.memory import kv_bytes_per_token
 
-    files = resolve(config.model, load_format=config.load_format)
+    files = resolve_configured(config)
     model = load_model_config(files)
     parameters = sum(math.prod(shape) for shape in parameter_shapes(model).values())
     weights = files.safetensors if files.gguf is None else (files.gguf,)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from sol.cli.arguments import add_engine_arguments, add_model_argument, chosen_model
+from sol.cli.arguments import add_engine_arguments, add_model_argument, engine_config
 from sol.cli.units import size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    add_engine_arguments(parser, only=("load_format",))
+    add_engine_arguments(parser, only=("revision", "hf_token", "offline", "load_format"))
 
 
 def run(args: argparse.Namespace) -> int:
-    from sol.models.source import resolve
+    from sol.models.source import resolve_configured
 
-    files = resolve(chosen_model(args), load_format=args.load_format)
+    files = resolve_configured(engine_config(args))
     weights = list(files.safetensors) if files.gguf is None else [files.gguf]
     others = (files.config, files.generation_config, files.tokenizer_json, files.tokenizer_config, files.chat_template,
               files.special_tokens_map)  # fmt: skip

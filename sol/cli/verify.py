@@ -62,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checks(config: EngineConfig, args: argparse.Namespace) -> Checks:
-    from sol.models.source import resolve
+    from sol.models.source import resolve_configured
     from sol.text.chat_template import load_chat_template
     from sol.text.tokenizer import Tokenizer, end_token_ids
     from sol.verification import Checks, built_in_prompts, read_prompts
     from sol.verification.prompts import FOLLOW_UP, REPETITION
 
-    files = resolve(config.model, load_format=config.load_format)
+    files = resolve_configured(config)
     tokenizer = Tokenizer.from_files(files)
     if args.prompts is None:
         prompts = built_in_prompts(tokenizer, load_chat_template(files))

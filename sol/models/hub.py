@@ -3,11 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from sol.errors import ConfigError, DownloadError, ModelNotFoundError
+from sol.errors import ConfigError
+from sol.models.hub_access import HubAccess, is_offline, token_to_send
+from sol.models.hub_download import fetch_blobs
+from sol.models.hub_errors import ChecksumError, explained, is_transient, response_of, seconds_to_wait
+
+logger = logging.getLogger("sol.models.hub")
 
 DESCRIPTION_PATTERNS: Final = (
     "config.json",
@@ -18,19 +26,36 @@ DESCRIPTION_PATTERNS: Final = (
 )
 """Everything but the weights: kilobytes to a few megabytes."""
 
-WEIGHT_PATTERNS: Final = ("*.safetensors", "model.safetensors.index.json")
+INDEX_NAME: Final = "model.safetensors.index.json"
+
+WEIGHT_PATTERNS: Final = ("*.safetensors", INDEX_NAME)
 
 _IGNORED: Final = ("*/*", "consolidated*.safetensors", "adapter_model.safetensors")
 """Folders (`original/`, `onnx/` …), and the same weights once more in their publisher's own layout."""
 
+_PAUSES: Final = (1.0, 2.0, 4.0, 8.0)
+"""Seconds before each further attempt after a failure that may pass, where the hub names none."""
+_LONGEST_PAUSE: Final = 60.0
+"""Where the hub asks for more, it is the user who should wait."""
 
-def fetch(repo: str, patterns: Sequence[str], *, progress: bool) -> Path:
-    """Brings those files of a repository up to date; returns the directory they are in.
 
-    Raises `ModelNotFoundError`, `DownloadError`, or `ConfigError` where huggingface_hub is not installed.
+def fetch_description(repo: str, access: HubAccess, *, progress: bool) -> Path:
+    """Brings everything but the weights up to date; returns the directory it is in, whose name is the commit.
+
+    Failures that may pass are tried again. Raises `ModelNotFoundError`, `DownloadError`, or `ConfigError` where
+    huggingface_hub is not installed.
     """
+    return _fetch(repo, access, lambda: _snapshot(repo, access.revision, DESCRIPTION_PATTERNS, access), progress)
+
+
+def fetch_weights(repo: str, commit: str, access: HubAccess, *, progress: bool) -> Path:
+    """The same for the safetensors files of that commit, whose directory it returns; what an earlier, interrupted
+    attempt has brought of them is kept. Offline, files may be missing."""
+    return _fetch(repo, access, lambda: _weights(repo, commit, access), progress)
+
+
+def _fetch(repo: str, access: HubAccess, bring: Callable[[], Path], progress: bool) -> Path:
     try:
-        from huggingface_hub import errors, snapshot_download
         from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     except ImportError:
         raise ConfigError(
@@ -42,47 +67,77 @@ def fetch(repo: str, patterns: Sequence[str], *, progress: bool) -> Path:
     if quiet:
         disable_progress_bars()
     try:
-        return Path(snapshot_download(repo, allow_patterns=list(patterns), ignore_patterns=list(_IGNORED)))
-    except errors.HFValidationError as error:
-        raise ModelNotFoundError(f"model {repo!r} is neither a path nor a hub id: {error}", param="model") from error
-    except errors.GatedRepoError as error:
-        raise DownloadError(
-            f"model {repo!r} is gated: accept its licence at https://huggingface.co/{repo}, then set HF_TOKEN to a "
-            "token of that account",
-            param="model",
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ModelNotFoundError(
-            f"model {repo!r} is neither a path here nor a repository on the hub (if it is private, set HF_TOKEN)",
-            param="model",
-        ) from error
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise _no_answer(repo, error) from error
+        return _tried_again(bring, repo)
     except Exception as error:
-        # Whatever else the library or the HTTP client below it raises, which differ from version to version.
-        raise DownloadError(
-            f"model {repo!r} could not be fetched: {type(error).__name__}: {error}; run again to go on where it "
-            "stopped",
-            param="model",
-        ) from error
+        # What the library or the HTTP client below it raises differs from version to version.
+        raise explained(error, repo, access) from error
     finally:
         if quiet:
             enable_progress_bars()
 
 
-def _no_answer(repo: str, error: Exception) -> DownloadError:
-    """The hub refused, failed, or was not reached; the first two may hide as the cause of "not in the cache"."""
-    response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
-    if response is None:
-        message = (
-            f"model {repo!r} is not in the hub's cache, or not completely, and the hub cannot be reached: connect this "
-            "machine (and unset HF_HUB_OFFLINE), or give a path"
+def _tried_again(bring: Callable[[], Path], repo: str) -> Path:
+    pauses = list(_PAUSES)
+    while True:
+        try:
+            return bring()
+        except Exception as error:
+            asked = seconds_to_wait(error)
+            if not pauses or not is_transient(error) or (asked or 0.0) > _LONGEST_PAUSE:
+                raise
+            pause = max(pauses.pop(0), asked or 0.0)
+            if isinstance(error, ChecksumError):
+                pauses.clear()  # it may have been a piece left by something else; a second time it is not
+            logger.warning("Fetching %s: %s; trying again in %.0f s", repo, _in_short(error), pause)
+            time.sleep(pause)
+
+
+def _in_short(error: Exception) -> str:
+    response = response_of(error)
+    return f"the hub answers HTTP {response.status_code}" if response is not None else type(error).__name__
+
+
+def _snapshot(
+    repo: str, revision: str | None, patterns: Sequence[str], access: HubAccess, *, cached_only: bool = False
+) -> Path:
+    from huggingface_hub import snapshot_download
+
+    token, _ = token_to_send(access)
+    return Path(
+        snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_IGNORED),
+            token=False if token is None else token,
+            local_files_only=cached_only or is_offline(access),
         )
-    elif response.status_code in (401, 403):
-        message = (
-            f"the hub refuses model {repo!r} (HTTP {response.status_code}): accept its licence at "
-            f"https://huggingface.co/{repo} and set HF_TOKEN to a token that may read it"
-        )
-    else:
-        message = f"model {repo!r} could not be fetched: the hub answers HTTP {response.status_code}; try again later"
-    return DownloadError(message, param="model")
+    )
+
+
+def _weights(repo: str, commit: str, access: HubAccess) -> Path:
+    from huggingface_hub import constants
+
+    if not is_offline(access):
+        storage = Path(constants.HF_HUB_CACHE).expanduser() / f"models--{repo.replace('/', '--')}"
+        try:
+            fetch_blobs(repo, commit, "*.safetensors", _IGNORED, token_to_send(access)[0], storage)
+        except Exception:
+            # A hub that is out of reach, or refuses, is no matter to whoever has all that is needed.
+            root = _cached_weights(repo, commit, access)
+            if root is None:
+                raise
+            return root
+    return _snapshot(repo, commit, WEIGHT_PATTERNS, access)
+
+
+def _cached_weights(repo: str, commit: str, access: HubAccess) -> Path | None:
+    try:
+        root = _snapshot(repo, commit, WEIGHT_PATTERNS, access, cached_only=True)
+        index = root / INDEX_NAME
+        if not index.exists():
+            return root if any(root.glob("*.safetensors")) else None
+        shards = json.loads(index.read_text())["weight_map"].values()
+    except Exception:
+        return None  # the error that led here says more
+    return root if all((root / shard).exists() for shard in shards) else None

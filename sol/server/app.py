@@ -26,6 +26,7 @@ import uvloop
 from sol.engine.async_engine import AsyncEngine
 from sol.engine.process import ProcessClient
 from sol.engine.types import EngineInfo
+from sol.errors import ConfigError
 from sol.listening import bind_socket, listening_url
 from sol.models.source import resolve_configured
 from sol.server.background import run_in_background
@@ -34,6 +35,7 @@ from sol.server.observe import Observer, RequestLog
 from sol.server.routes import create_app
 from sol.server.state import ServedModel, ServerState
 from sol.server.supervisor import Supervisor
+from sol.text.answer_format import TOOL_PARSERS, AnswerFormat
 from sol.text.chat_template import ChatTemplate, load_chat_template
 from sol.text.grammar import GrammarCompiler
 from sol.text.tokenizer import Tokenizer, end_token_ids
@@ -207,6 +209,8 @@ class _Loaded:
     client: ProcessClient
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    answers: AnswerFormat
+    enable_auto_tool_choice: bool
     eos_token_ids: tuple[int, ...]
     longest_token: int
     """In bytes."""
@@ -219,6 +223,8 @@ class _Loaded:
             chat_template=self.chat_template,
             eos_token_ids=self.eos_token_ids,
             grammars=GrammarCompiler(lambda: (self.tokenizer, self.eos_token_ids), vocab_size=engine.info.vocab_size),
+            answers=self.answers,
+            enable_auto_tool_choice=self.enable_auto_tool_choice,
             max_prompt_chars=self.longest_token * engine.info.max_model_len,
         )
 
@@ -226,9 +232,21 @@ class _Loaded:
 def _load(config: ServerConfig) -> _Loaded:
     files = resolve_configured(config.engine)
     tokenizer = Tokenizer.from_files(files)
+    template = load_chat_template(files)
+    answers = AnswerFormat.of(
+        template, tokenizer, tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+    )
+    if config.enable_auto_tool_choice and answers.tools is None:
+        raise ConfigError(
+            f"enable_auto_tool_choice needs to know how {config.engine.model!r} calls tools, which its chat template "
+            f"does not show; add tool_call_parser, one of {', '.join(TOOL_PARSERS)}",
+            param="tool_call_parser",
+        )
     return _Loaded(
         tokenizer=tokenizer,
-        chat_template=load_chat_template(files),
+        chat_template=template,
+        answers=answers,
+        enable_auto_tool_choice=config.enable_auto_tool_choice is not False,
         eos_token_ids=end_token_ids(files, tokenizer),
         longest_token=max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)),
         client=ProcessClient(config.engine),

@@ -40,6 +40,7 @@ def test_flags_reach_the_configuration() -> None:
         "--no-enable-prefix-caching", "--seed", "-3", "--speculative-model", "org/small",
         "--num-speculative-tokens", "5", "--speculative-config", '{"method": "ngram+draft_model"}',
         "--scheduling-policy", "priority", "--priority-aging-seconds", "2.5",
+            "--revision", "v1", "--hf-token", "hf_a", "--offline",
     )  # fmt: skip
     expected = EngineConfig(
         model="org/name", load_format="dummy", dtype="bfloat16", device="cpu", max_model_len=4096, max_num_seqs=7,
@@ -47,7 +48,7 @@ def test_flags_reach_the_configuration() -> None:
         kv_cache_memory_bytes=3 * 2**29, block_size=32, cpu_kernels="portable", kv_cache_dtype="int8",
         quantization="int4", enable_prefix_caching=False, seed=-3,
         speculative_model="org/small", num_speculative_tokens=5, speculative_config={"method": "ngram+draft_model"},
-        scheduling_policy="priority", priority_aging_seconds=2.5,
+        scheduling_policy="priority", priority_aging_seconds=2.5, revision="v1", hf_token="hf_a", offline=True,
     )  # fmt: skip
     assert engine_config(args) == expected
     plain = EngineConfig()

