@@ -10,7 +10,7 @@ It neither sleeps nor awaits, so all of it can be tested, and simulated, faster 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final, Protocol
 
 from sol.gateway.queue.config import CLASSES, RANK, ClassesConfig, QueueConfig
@@ -69,31 +69,25 @@ class Dispatcher:
             self.queue.pass_by(waiter, now)
             self._grant(waiter, now, "at_once")
             return
-        if self._classes[name].max_waiting <= self.queue.num_waiting(name, model):
-            self._count(waiter, "full")
-            raise QueueFullError(
-                f"{self.queue.num_waiting(name, model)} requests of the class {name} wait for the model {model}, and "
-                "no more may; try again later",
-                wait=self._retry_after(name),
-            )
-        if self.waiting_bytes + waiter.size > self._options.max_waiting_bytes:
-            self._count(waiter, "full")
-            raise QueueFullError("the requests that wait take all the memory they may; try again later",
-                                 wait=self._retry_after(name))  # fmt: skip
+        if not waiter.was_granted:
+            self._check_room(waiter)
         self._check_deadline(waiter, now)
         self.rate.backlog(now, True)
         self.queue.push(waiter)
         self.waiting_bytes += waiter.size
         self.pump(now)
 
-    def leave(self, waiter: Waiter, now: float) -> None:
-        """It has ended, or waits no longer. A second time does nothing."""
+    def leave(self, waiter: Waiter, now: float, *, successor: str | None = None) -> None:
+        """It has ended, or waits no longer. A second time does nothing. `successor`: the class that its place was made
+        free for, whoever's turn it is."""
         if waiter.state == "waiting":
             self._count(waiter, "left")
             self._remove(waiter)
         elif waiter.state == "granted":
             waiter.state = "ended"
             self.in_flight[waiter.class_name] -= 1
+            if successor is not None:
+                self._grant_next(lambda name, model: name == successor and self._may_go(name, model), now)
             self.pump(now)
 
     def tick(self, now: float) -> None:
@@ -156,18 +150,25 @@ class Dispatcher:
 
     def pump(self, now: float) -> None:
         """Grant what is free."""
-        while len(self.queue):
-            self.rate.backlog(now, True)
-            waiter = self.queue.pop(self._may_go, now)
-            if waiter is None:
-                break
-            self.waiting_bytes -= waiter.size
-            self.rate.left(waiter.cost)
-            self._grant(waiter, now, "waited")
+        while self._grant_next(self._may_go, now):
+            pass
         for model in self.models:
             if any(self.queue.num_waiting(name, model) for name in CLASSES):
                 self._capacity.in_demand(model)
         self.rate.backlog(now, len(self.queue) > 0)
+
+    def _grant_next(self, may_go: Callable[[str, str], bool], now: float) -> bool:
+        """Whether there was somebody whose turn it is."""
+        if not len(self.queue):
+            return False
+        self.rate.backlog(now, True)
+        waiter = self.queue.pop(may_go, now)
+        if waiter is None:
+            return False
+        self.waiting_bytes -= waiter.size
+        self.rate.left(waiter.cost)
+        self._grant(waiter, now, "waited")
+        return True
 
     def _grant(self, waiter: Waiter, now: float, how: str) -> None:
         waiter.granted_at = now
@@ -180,10 +181,26 @@ class Dispatcher:
         self.queue.remove(waiter)
         self.waiting_bytes -= waiter.size
 
+    def _check_room(self, waiter: Waiter) -> None:
+        name, model = waiter.class_name, waiter.model
+        num_waiting = self.queue.num_waiting(name, model)
+        if num_waiting >= self._classes[name].max_waiting:
+            self._count(waiter, "full")
+            raise QueueFullError(
+                f"{num_waiting} requests of the class {name} wait for the model {model}, and no more may; try again "
+                "later",
+                wait=self._retry_after(name),
+            )
+        if self.waiting_bytes + waiter.size > self._options.max_waiting_bytes:
+            self._count(waiter, "full")
+            raise QueueFullError("the requests that wait take all the memory they may; try again later",
+                                 wait=self._retry_after(name))  # fmt: skip
+
     def _check_deadline(self, waiter: Waiter, now: float) -> None:
         """Set when it gives up, or raise if that is now."""
         name = waiter.class_name
-        waiter.give_up = waiter.arrived + self._classes[name].max_wait
+        # The time that an engine worked on it was no waiting.
+        waiter.give_up = (now if waiter.was_granted else waiter.arrived) + self._classes[name].max_wait
         if waiter.deadline is None:
             return
         latest = waiter.deadline - waiter.first_seconds

@@ -41,6 +41,8 @@ class Waiter:
     """When an answer has to have begun; None: whenever."""
     size: int = 0
     """Bytes that it holds while it waits."""
+    was_granted: bool = False
+    """It had a place before, which it was made to give up: the queue has let it in, and does not refuse it as full."""
     give_up: float = math.inf
     """When waiting on makes no sense any more; the dispatcher's."""
     on_grant: Callable[[], None]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from sol.gateway.call import Call, Outcome
 from sol.gateway.queue.capacity import FleetCapacity
-from sol.gateway.queue.config import CLASSES
+from sol.gateway.queue.config import CLASSES, RANK
 from sol.gateway.queue.dispatcher import Dispatcher
 from sol.gateway.queue.fair import Waiter
 from sol.gateway.queue.service import ServiceLaw
@@ -36,7 +36,7 @@ _SHOWN_WAIT: Final = 0.001
 class _Slot:
     """A call from `enter` to `leave`."""
 
-    __slots__ = ("call", "model", "num_preempted", "reply", "task", "waiter")
+    __slots__ = ("call", "given_up", "model", "num_preempted", "reply", "task", "waiter")
 
     def __init__(self, call: Call, model: str) -> None:
         self.call = call
@@ -46,6 +46,8 @@ class _Slot:
         self.task: asyncio.Task[Outcome] | None = None
         """The work on it, where that can be preempted; None: it cannot, or is."""
         self.num_preempted = 0
+        self.given_up = False
+        """Its work is being given up, and the engine still has it."""
 
 
 class QueueStage:
@@ -107,9 +109,11 @@ class QueueStage:
         if slot is None or slot.waiter is None:
             return
         granted_at = slot.waiter.granted_at
-        if granted_at is not None:
-            self._learn(slot, granted_at, outcome)
-        self.dispatchers[slot.model].leave(slot.waiter, time.monotonic())
+        try:
+            if granted_at is not None:
+                self._learn(slot, granted_at, outcome)
+        finally:
+            self.dispatchers[slot.model].leave(slot.waiter, time.monotonic())
 
     async def carry(self, call: Call, reply: Reply, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
         """Do the `work` on a call that has passed all stages. Where its class can be preempted and its answer is no
@@ -124,7 +128,8 @@ class QueueStage:
                 return outcome
             assert slot.waiter is not None
             call.decide(self.name, "preempt", "retry", f"given up by {call.backend}")
-            self.dispatchers[slot.model].leave(slot.waiter, time.monotonic())
+            call.usage = call.first_byte_at = None  # of work that its client has nothing of
+            self.dispatchers[slot.model].leave(slot.waiter, time.monotonic(), successor="realtime")
             await self._wait(slot)
 
     async def _preemptible(self, slot: _Slot, work: Callable[[], Awaitable[Outcome]]) -> Outcome | None:
@@ -142,6 +147,7 @@ class QueueStage:
             raise
         finally:
             slot.task = None
+            slot.given_up = False
         return None if task.cancelled() else task.result()
 
     async def _wait(self, slot: _Slot) -> None:
@@ -171,6 +177,7 @@ class QueueStage:
             arrived=call.arrived,
             deadline=self._deadline(call, model),
             size=len(call.body),
+            was_granted=slot.num_preempted > 0,
             on_grant=grant,
             on_refuse=refuse,
             is_begun=lambda: call.attempt > attempts,
@@ -215,41 +222,51 @@ class QueueStage:
                 self.capacity.look_for_room(engine, now)
                 dispatcher.pump(now)
 
+    def look(self, now: float) -> None:
+        """What nobody's coming or going tells of: what engines say, deadlines, and who has waited for too long."""
+        self.capacity.look(now)
+        for dispatcher in dict.fromkeys(self.dispatchers.values()):
+            dispatcher.tick(now)
+            self._preempt(dispatcher, now)
+
     async def _tick(self) -> None:
-        dispatchers = list(dict.fromkeys(self.dispatchers.values()))
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             try:
-                now = time.monotonic()
-                self.capacity.look(now)
-                for dispatcher in dispatchers:
-                    dispatcher.tick(now)
-                    self._preempt(dispatcher, now)
+                self.look(time.monotonic())
             except Exception:
                 logger.exception("the queue could not be looked at; it is tried again")
 
     def _preempt(self, dispatcher: Dispatcher, now: float) -> None:
-        """Give up one request for each `realtime` model whose next request has waited for too long."""
+        """Give up one request for each model whose next `realtime` request has waited for too long, and no more than
+        so many of them wait: an engine that is told to stop may take its time."""
         for model in dispatcher.models:
             waiter = dispatcher.queue.next_of("realtime", model)
             if waiter is None or now - waiter.arrived < self._options.preempt_after:
                 continue
-            engines = {engine.name for engine in self._fleet.pools[model].engines}
+            # A place at any other engine would be of no use to it.
+            engines = {engine.name for engine in self._fleet.pools[model].askable(now).engines}
+            slots = [slot for slot in self._slots.values() if slot.task is not None and slot.call.backend in engines]
+            if sum(slot.given_up for slot in slots) >= dispatcher.queue.num_waiting("realtime", model):
+                continue
             victims = [
-                slot for slot in self._slots.values()
-                if slot.task is not None and slot.reply is not None and not slot.reply.started
-                and slot.call.backend in engines
+                slot for slot in slots
+                if not slot.given_up and slot.reply is not None and not slot.reply.started
                 and slot.num_preempted < self._options.max_preemptions
             ]  # fmt: skip
             if not victims:
                 continue
-            # The last one to have begun has the least to lose.
-            victim = max(victims, key=lambda slot: (slot.waiter and slot.waiter.granted_at) or 0.0)
+            victim = max(victims, key=_has_least_to_lose)
             assert victim.task is not None
             victim.num_preempted += 1
+            victim.given_up = True
             self.num_preemptions += 1
             victim.task.cancel()
-            victim.task = None
+
+
+def _has_least_to_lose(slot: _Slot) -> tuple[int, float]:
+    """The least urgent, and of these the last one to have begun."""
+    return RANK[slot.call.class_name], (slot.waiter and slot.waiter.granted_at) or 0.0
 
 
 def _groups(fleet: Fleet) -> list[list[str]]:
