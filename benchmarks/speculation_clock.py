@@ -31,6 +31,7 @@ from common import ROOT, Report, arguments
 from speculation_engine import MOST_TOKENS_A_STEP, CostTable, Run, run
 from speculation_workloads import WORKLOADS, exchanges
 
+from sol.speculation.native import best_arithmetic
 from sol.speculation.plan import FixedController, GoodputController, shapes_to_measure
 
 NAME: Final = "speculation_clock"
@@ -72,7 +73,9 @@ class Cell:
             num_speculative_tokens=MOST_TOKENS,
         )
         measured = [(shape, self._table.seconds(shape)) for shape in shapes]
-        return self._run(GoodputController(drafters, MOST_TOKENS, measured=measured), drafters)
+        return self._run(
+            GoodputController(drafters, MOST_TOKENS, measured=measured, arithmetic=best_arithmetic()), drafters
+        )
 
     def _run(self, controller: FixedController | GoodputController | None, drafters: tuple[str, ...]) -> Run:
         return run(

@@ -23,6 +23,7 @@ from speculation_engine import CONTROLLER_DRAFT, CONTROLLER_ROW, CONTROLLER_STEP
 from speculation_workloads import exchanges
 
 from sol.engine.types import DrafterStats, Drafting, ProposalPlan, SpeculationParams
+from sol.speculation.native import best_arithmetic
 from sol.speculation.plan import (
     Candidate,
     Controller,
@@ -95,7 +96,7 @@ def measure(table: CostTable, workload: str, streams: int, *, fixed: bool) -> Ti
             num_speculative_tokens=MOST_TOKENS,
         )
         measured = [(shape, table.seconds(shape)) for shape in shapes]
-        controller = GoodputController(("suffix",), MOST_TOKENS, measured=measured)
+        controller = GoodputController(("suffix",), MOST_TOKENS, measured=measured, arithmetic=best_arithmetic())
     timed = Timed(controller)
     run(exchanges(workload, num_exchanges(streams), 0), streams, table, timed, ("suffix",), MOST_TOKENS)
     return timed

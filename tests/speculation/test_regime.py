@@ -8,7 +8,8 @@ from sol.speculation.plan.regime import Regime
 
 
 def kept(regime: Regime, survival: float) -> float:
-    return regime.kept[0][int(survival * len(regime.kept[0]))]
+    parts = regime.kept(0)
+    return parts[int(survival * len(parts))]
 
 
 def test_drafts_that_do_not_come_true_are_believed_less() -> None:

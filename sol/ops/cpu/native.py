@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sol.ops.weights import Packed
 
-ABI_VERSION: Final = 5
+ABI_VERSION: Final = 6
 LIBRARY: Final = Path(__file__).with_name("_native.so")
 OVERRIDE: Final = "SOL_CPU_LIBRARY"
 """An environment variable for developers: another build of the library, e.g. an instrumented one."""
@@ -71,6 +71,24 @@ class OpKind(enum.IntEnum):
 class Activation(enum.IntEnum):
     SILU = 0
     GELU_TANH = 1
+
+
+class DraftLayout(enum.IntEnum):
+    """Sizes, and where the parts of what was learned about one drafter's drafts begin."""
+
+    SCORE_BINS = 13
+    POSITIONS = 16
+    SURVIVAL_BINS = 8
+    SCORE_LEVELS = 258
+    BY_SCORE = 0
+    SCORE_PRECISION = 13
+    BY_POSITION = 26
+    POSITION_PRECISION = 42
+    CURVE = 58
+    CURVE_WEIGHT = 74
+    NUM_RIGHT = 90
+    HAS_CURVE = 91
+    ACCEPTANCE_SIZE = 92
 
 
 class NativeError(Exception):
@@ -185,6 +203,40 @@ class SolBatch(ctypes.Structure):
     )
 
 
+class SolDrafts(ctypes.Structure):
+    _fields_ = (
+        ("num_slots", c_int64),
+        ("width", c_int64),
+        ("scores", c_void_p),
+        ("predicted", c_void_p),
+        ("expected", c_void_p),
+        ("counts", c_void_p),
+        ("num_drafters", c_int64),
+        ("acceptance", c_void_p),
+        ("log_odds", c_void_p),
+        ("bins", c_void_p),
+        ("most_bin_precision", c_double),
+        ("most_position_precision", c_double),
+        ("most_request_precision", c_double),
+        ("least_information", c_double),
+        ("curve_observations", c_double),
+        ("prior_drafts", c_double),
+        ("unverified", c_double),
+        ("most_drafts", c_double),
+    )
+
+
+class SolStepCosts(ctypes.Structure):
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("num_knots", c_int64),
+        ("per_token", c_void_p),
+        ("knots", c_void_p),
+        ("shares", c_void_p),
+        ("factors", c_void_p),
+    )
+
+
 _MATRIX = (c_int32, c_int32, c_int64, c_int64, c_int32)  # isa, format, rows, cols, group_size
 _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "sol_abi_version": (c_int32, ()),
@@ -205,6 +257,11 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "sol_model_step": (c_int32, (c_void_p, POINTER(SolBatch), c_void_p)),
     "sol_model_times": (None, (c_void_p, POINTER(c_double))),
     "sol_linear": (c_int32, (c_int32, POINTER(SolLinear), c_void_p, c_int64, c_void_p)),
+    "sol_choose_drafts": (
+        c_int32,
+        (*[c_void_p] * 5, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
+    ),
+    "sol_learn_drafts": (c_int32, (*[c_void_p] * 4, c_int64, c_double, c_double, c_void_p)),
 }
 
 
@@ -235,6 +292,13 @@ class Native:
                 "Sol again"
             )
         self.path = path
+
+    def holding_the_lock(self, name: str) -> Any:
+        """A function of the library that does not let other threads run Python meanwhile: for calls so short that to
+        get the interpreter's lock back would take longer."""
+        function = getattr(ctypes.PyDLL(str(self.path)), name)
+        function.restype, function.argtypes = _SIGNATURES[name]
+        return function
 
     def isas(self) -> list[Isa]:
         """Instruction sets that are built in and that this processor has."""

@@ -348,19 +348,19 @@ class Asking:
         self._advantage += 0.1 * (min(max(gain, 1.0), 1e3) - self._advantage)
         self._num_drafts += 0.1 * (num_drafts - self._num_drafts)
 
-    def observe_gain(self, past: Past, i: int, survivals: Sequence[float]) -> None:
-        """A request's proposal by a lookup came to drafts with these survivals; none if it was empty."""
-        member, price = self._members[i], self.draft_price
-        gain = 0.0
-        for survival in survivals:
-            if survival <= price:
-                break
-            gain += survival - price
-        past.num_gains = min(past.num_gains + 1.0, 1.0 / _GAIN_RATE)
-        past.gain += (gain - past.gain) / past.num_gains
-        past.num_proposals += 1
-        if past.num_proposals <= _FIRST_PROPOSALS:
-            self._usual(member).observe(gain)
+    def observe_gains(self, gains: Sequence[tuple[int, Past, int]], worth: Sequence[float]) -> None:
+        """What proposals of lookups came to: by whom, for whom, and where in `worth` their tokens are; -1 for none."""
+        most = 1.0 / _GAIN_RATE
+        usual = [self._usual(member) if member.is_lookup else None for member in self._members]
+        for i, past, place in gains:
+            gain = worth[place] if place >= 0 else 0.0
+            number = past.num_gains + 1.0
+            past.num_gains = number = number if number < most else most
+            past.gain += (gain - past.gain) / number
+            past.num_proposals += 1
+            here = usual[i]
+            if past.num_proposals <= _FIRST_PROPOSALS and here is not None:
+                here.observe(gain)
 
     def observe_promise(self, i: int, promised: float, expected: float) -> None:
         """Drafts that are at hand promise so many accepted tokens by their scores, and experience expects so many."""

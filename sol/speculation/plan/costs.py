@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
@@ -52,9 +53,9 @@ def _token_knots() -> list[int]:
 
 
 _KNOTS: Final = _token_knots()
-_KNOT_OF: Final = [i for i, (a, b) in enumerate(itertools.pairwise(_KNOTS)) for _ in range(a, b)] + [len(_KNOTS) - 2]
+KNOT_OF: Final = [i for i, (a, b) in enumerate(itertools.pairwise(_KNOTS)) for _ in range(a, b)] + [len(_KNOTS) - 2]
 """The last knot that is not above a number of tokens, but for the very last one …"""
-_SHARE_OF: Final = [(n - _KNOTS[k]) / (_KNOTS[k + 1] - _KNOTS[k]) for n, k in enumerate(_KNOT_OF)]
+SHARE_OF: Final = [(n - _KNOTS[k]) / (_KNOTS[k + 1] - _KNOTS[k]) for n, k in enumerate(KNOT_OF)]
 """… and how far the number is from there to the next knot, 0 to 1"""
 
 
@@ -107,9 +108,11 @@ class CostModel:
         measured = [(shape, seconds) for shape, seconds in measured if seconds > 0 and math.isfinite(seconds)]
         table, self._per_request, self._per_row, self._per_context = _fit(measured)
         self._per_token: list[float] = table.tolist()
+        self.per_token = array("d", self._per_token)
+        """The same for those who compute with arrays"""
         self._local = [0.0] * len(_KNOTS)
         """Logarithms of the factors at `_KNOTS`, numbers of tokens …"""
-        self._factors = [1.0] * len(_KNOTS)
+        self.factors = array("d", [1.0] * len(_KNOTS))
         """… and the factors themselves"""
         self._until_fading = _FADING_STEPS
         self._local_variance = [_LOCAL_SD**2] * len(_KNOTS)
@@ -139,10 +142,8 @@ class CostModel:
     def curve(self, shape: StepShape, num_drafts: int, stride: int = 1) -> list[float]:
         """Seconds of the step with 0, `stride`, 2 · `stride` … drafts more than `shape` has, as long as those are not
         more than `num_drafts`. Never falls. Prompts are left out: they take their time either way."""
-        rows, _ = _split(shape)
-        common, shares, each = self._common_factor(shape.num_requests), self._shares(shape), self._per_row
-        each += self._per_context
-        per_token, factors = self._per_token, self._factors
+        rows, shares, each, common = self.parts(shape)
+        per_token, factors = self._per_token, self.factors
         result = []
         longest = 0.0
         for more in range(0, num_drafts + 1, stride):
@@ -152,14 +153,20 @@ class CostModel:
             else:
                 tokens = per_token[-1] * index / (_TABLE - 1)
                 index = _TABLE - 1
-            knot = _KNOT_OF[index]
+            knot = KNOT_OF[index]
             factor = factors[knot]
-            factor += _SHARE_OF[index] * (factors[knot + 1] - factor)
+            factor += SHARE_OF[index] * (factors[knot + 1] - factor)
             seconds = (tokens + shares + more * each) * factor * common
             if seconds > longest:
                 longest = seconds
             result.append(longest)
         return result
+
+    def parts(self, shape: StepShape) -> tuple[int, float, float, float]:
+        """What `curve` makes its sums of: tokens of the step that have a row of logits, seconds that all of them share,
+        seconds of each more beside `per_token`, and the factor of all that beside `factors`."""
+        rows, _ = _split(shape)
+        return rows, self._shares(shape), self._per_row + self._per_context, self._common_factor(shape.num_requests)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape took so long."""
@@ -172,7 +179,7 @@ class CostModel:
             return
         error = math.log(seconds / expected)
         index = min(rows, _TABLE - 1)
-        knot, there = _KNOT_OF[index], _SHARE_OF[index]
+        knot, there = KNOT_OF[index], SHARE_OF[index]
         here = 1.0 - there
         requests = _octave(shape.num_requests)
         local, by_requests = self._local_variance, self._by_requests_variance
@@ -212,7 +219,7 @@ class CostModel:
         local[knot + 1] *= 1.0 - gains[1] * there
         for place, gain in ((knot, gains[0]), (knot + 1, gains[1])):
             self._local[place] += gain * error
-            self._factors[place] = math.exp(self._local[place])
+            self.factors[place] = math.exp(self._local[place])
         # What is left over after the move is mostly noise; a drift that the filter follows must not count as such.
         left = error * (1.0 - scale_gain)
         noise = self._noise_variance + 0.05 * (left * left - self._noise_variance)
@@ -220,16 +227,16 @@ class CostModel:
 
     def _factor(self, index: int) -> float:
         """For a step of `index` tokens, below `_TABLE`."""
-        knot = _KNOT_OF[index]
-        factor = self._factors[knot]
-        return factor + _SHARE_OF[index] * (self._factors[knot + 1] - factor)
+        knot = KNOT_OF[index]
+        factor = self.factors[knot]
+        return factor + SHARE_OF[index] * (self.factors[knot + 1] - factor)
 
     def _fade(self) -> None:
         self._until_fading -= 1
         if not self._until_fading:
             self._until_fading = _FADING_STEPS
             self._local = [_LOCAL_FADING * value for value in self._local]
-            self._factors = [math.exp(value) for value in self._local]
+            self.factors[:] = array("d", map(math.exp, self._local))
 
     def _shares(self, shape: StepShape) -> float:
         return (

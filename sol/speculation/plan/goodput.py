@@ -14,18 +14,18 @@ drafting pays again costs a drafter's time and nothing of the target's.
 
 from __future__ import annotations
 
-import itertools
 import math
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from sol.engine.types import Draft, DrafterStats, Drafting, ProposalPlan, SpeculationParams
 from sol.speculation.plan.acceptance import Acceptance
+from sol.speculation.plan.arithmetic import LEARN_FIELDS, Arithmetic, Choice, PythonArithmetic
 from sol.speculation.plan.asking import LOOKUPS, Asking
 from sol.speculation.plan.costs import CostModel
 from sol.speculation.plan.fixed import allowed
+from sol.speculation.plan.hand import Hand
 from sol.speculation.plan.ledger import Ledger
 from sol.speculation.plan.regime import Regime, Regimes
 from sol.speculation.plan.requests import Past, Request
@@ -40,10 +40,8 @@ _LEAST_SURVIVAL: Final = 0.03
 _CUT: Final = 0.75
 """Nor do those less probable than so much of the last one that was verified in the step before: hundreds of long drafts
 of which a few tokens are wanted need not be looked at to their ends. Where more are wanted, the cut is soon lower."""
-_LENGTHS: Final = 64
-"""Of the list of drafts, that are compared"""
 _FEW: Final = 32
-"""Requests that are judged one by one, and drafts of which all are looked at in any case"""
+"""Drafts of which all are looked at in any case"""
 _DECIDING_STEP, _DECIDING_ROW = 40e-6, 1e-6
 """Seconds of the host, for a step and for a request of it, in which a device waits whose steps are planned ahead unless
 they verify drafts. Where the host and the device take turns anyway, it is too little to matter."""
@@ -61,9 +59,10 @@ class GoodputController:
         num_speculative_tokens: int,
         *,
         measured: Sequence[tuple[StepShape, float]] = (),
+        arithmetic: Arithmetic | None = None,
     ) -> None:
         """`drafters` in the order in which they are asked; `measured`: what steps took at start-up, see
-        `sol.speculation.plan.costs.shapes_to_measure`."""
+        `sol.speculation.plan.costs.shapes_to_measure`; `arithmetic`: nobody else's, Python's if left out."""
         self._drafters = tuple(drafters)
         self._num_tokens = num_speculative_tokens
         self._costs = CostModel(measured)
@@ -72,6 +71,8 @@ class GoodputController:
         self._regimes = Regimes(len(self._drafters))
         self._index = {name: i for i, name in enumerate(self._drafters)}
         self._asking = Asking(self._drafters, self._costs, self._acceptance, num_speculative_tokens)
+        self._arithmetic = arithmetic or PythonArithmetic()
+        self._hand = Hand(self._acceptance, num_speculative_tokens)
         self._requests: dict[str, Request] = {}
         self._num_steps = 0
         self._last_survival = 0.0
@@ -84,99 +85,51 @@ class GoodputController:
     def add(self, request_id: str, wish: SpeculationParams | None) -> None:
         self._ledger.add(request_id)
         may = allowed(self._drafters, wish)
-        self._requests[request_id] = Request([Past() if name in may else None for name in self._drafters])
+        pasts = [Past() if name in may else None for name in self._drafters]
+        self._requests[request_id] = Request(pasts, slot=self._hand.take())
 
     def remove(self, request_id: str) -> None:
         self._ledger.remove(request_id)
         request = self._requests.pop(request_id, None)
         if request is not None:
+            self._hand.give_back(request.slot)
             self._asking.forget(request)
 
     # ── how many drafts are verified ─────────────────────────────────────────────────────────────────────────────
 
     def choose_drafts(self, shape: StepShape, candidates: Sequence[Candidate], *, max_tokens: int) -> list[int]:
-        counts = [0] * len(candidates)
         regime = self._regimes.of(shape.num_logits_rows)
-        if max_tokens < 1 or regime.wants_plain_step:
-            return counts
-        survivals: list[float] = []
-        lengths: list[int] = []
-        requests = self._requests
-        if len(candidates) > _FEW:
-            self._judge_many(candidates, regime)
+        if max_tokens < 1 or not candidates or regime.wants_plain_step:
+            return [0] * len(candidates)
+        hand, requests, index = self._hand, self._requests, self._index
+        items: list[int] = []
+        habits: list[float] = []
         for candidate in candidates:
-            request = requests[candidate.request_id]
-            if request.draft is not candidate.draft:
-                self._judge(request, candidate.draft, regime)
-            expected = request.expected
-            if len(expected) > candidate.max_tokens:
-                expected = expected[: candidate.max_tokens]
-            survivals += expected
-            lengths.append(len(expected))
-        count = min(len(survivals), max_tokens)
-        self._last_survival = 0.0
-        if not count:
-            return counts
-        one = len(candidates) == 1
-        order: Sequence[int] = range(count)
-        if not one:  # stable: of equal drafts of a request the first come first
-            order = np.argsort(-np.array(survivals), kind="stable")[:count].tolist()
-        stride = (count + _LENGTHS - 1) // _LENGTHS
-        rows = float(max(shape.num_logits_rows, 1))
-        emitted = list(itertools.accumulate(map(survivals.__getitem__, order), initial=rows))
-        # The drafts have been paid for, but goodput is a matter of the whole round: it makes time a little cheaper.
-        paid = self._paid
-        seconds = self._costs.curve(shape, count, stride)
-        enough = (1.0 + regime.margin) * rows / (seconds[0] + paid)
-        paid += _DECIDING_STEP + _DECIDING_ROW * rows
-        goodputs = [tokens / (time + paid) for tokens, time in zip(emitted[::stride], seconds, strict=True)]
-        best = max(goodputs)
-        if best < enough:
-            return counts
-        enough = max(enough, _NEARLY * best)
-        chosen = stride * next(length for length, goodput in enumerate(goodputs) if goodput >= enough)
-        self._last_survival = survivals[order[chosen - 1]] if len(survivals) > _FEW else 0.0
-        if one:
-            return [chosen]
-        owners = np.repeat(np.arange(len(lengths)), lengths)[order[:chosen]]
-        return np.bincount(owners, minlength=len(lengths)).tolist()  # type: ignore[no-any-return]
-
-    def _judge(self, request: Request, draft: Draft, regime: Regime) -> None:
-        """Let `request` have the survivals of these drafts."""
-        i = self._index[draft.drafter]
-        past = request.pasts[i]
-        request.draft = draft
-        if past is None:
-            request.predicted = request.expected = []
-            return
-        least = self._least
-        count = min(len(draft.token_ids), self._longest(i))
-        request.predicted, request.expected = self._acceptance[i].survivals(
-            draft.scores, count, past.habit, regime.kept[i], least
-        )
-
-    def _judge_many(self, candidates: Sequence[Candidate], regime: Regime) -> None:
-        """The same for those of these that are new and have scores."""
-        groups: dict[str, list[tuple[Request, Past, Draft]]] = {}
-        for candidate in candidates:
-            request, draft = self._requests[candidate.request_id], candidate.draft
-            if request.draft is not draft and draft.scores:
-                past = request.pasts[self._index[draft.drafter]]
+            request, draft = requests[candidate.request_id], candidate.draft
+            drafter = index[draft.drafter]
+            past = request.pasts[drafter]
+            length = -1
+            if request.draft is not draft:
+                request.draft = draft
                 if past is not None:
-                    groups.setdefault(draft.drafter, []).append((request, past, draft))
-        for name, group in groups.items():
-            i = self._index[name]
-            most = self._longest(i)
-            scores = [draft.scores[:most] for _, _, draft in group if draft.scores]
-            habits = [past.habit for _, past, _ in group]
-            judged = self._acceptance[i].survivals_of_many(scores, habits, regime.kept[i], self._least)
-            for (request, _, draft), (predicted, expected) in zip(group, judged, strict=True):
-                request.draft, request.predicted, request.expected = draft, predicted, expected
-
-    def _longest(self, i: int) -> int:
-        """Drafts of a proposal that are believed at all. A drafter that nobody knows may promise anything, and what it
-        promises at first is all that is known of it: it is believed as far as it has been right."""
-        return min(self._num_tokens, 1 + self._acceptance[i].num_right)
+                    length = hand.put(request.slot, draft)
+                else:
+                    hand.drop(request.slot)
+            items += (request.slot, drafter, length, candidate.max_tokens)
+            habits.append(past.habit.log_odds if past is not None else 0.0)
+        # The drafts have been paid for, but goodput is a matter of the whole round: it makes time a little cheaper.
+        choice = Choice(
+            shape=shape,
+            max_tokens=max_tokens,
+            least=self._least,
+            margin=regime.margin,
+            nearly=_NEARLY,
+            paid=self._paid,
+            deciding=_DECIDING_STEP + _DECIDING_ROW * max(shape.num_logits_rows, 1),
+        )
+        counts, last, looked_at = self._arithmetic.choose(hand, regime, self._costs, choice, items, habits)
+        self._last_survival = last if looked_at > _FEW else 0.0
+        return counts
 
     @property
     def _least(self) -> float:
@@ -205,51 +158,60 @@ class GoodputController:
         regime.observe_step(len(emissions), entry.num_drafts, gain - 1.0, whole_gain - 1.0)
         self._asking.observe_step(seconds, expected, whole_gain, entry.num_drafts)
         self._num_steps += 1
-        stride = (len(emissions) + _PUPILS - 1) // _PUPILS
-        for number, emission in enumerate(emissions, start=self._num_steps):
-            if emission.draft is not None:
-                self._observe_draft(emission, emission.draft, regime, teaches=number % stride == 0)
-                continue
-            request = self._requests.get(emission.request_id)
-            if request is not None and request.asked >= 0:
-                self._observe_gain(request, ())
+        self._observe_drafts(emissions, regime)
         self._asking.after_step(self._requests)
 
-    def _observe_draft(self, emission: Emission, draft: Draft, regime: Regime, *, teaches: bool) -> None:
-        """Which drafts were right: those that were verified up to the first wrong one, and the next one after them,
-        which the target's own token tells whether it was asked for or not."""
-        request = self._requests.get(emission.request_id)
-        if request is None:
-            return
-        i = self._index[draft.drafter]
-        past = request.pasts[i]
-        if request.draft is not draft:
-            self._judge(request, draft, regime)
-        request.draft = None
-        if request.asked >= 0:
-            self._observe_gain(request, request.expected if request.asked == i else ())
-        if past is None or not teaches:
-            return
-        right, verified = emission.num_accepted_tokens, emission.num_draft_tokens
-        known = right
-        if right < verified:
-            known += 1
-        elif right < min(len(draft.token_ids), len(emission.new_token_ids)) and not draft.sampled:
-            known += 1
-            right += draft.token_ids[right] == emission.new_token_ids[right]
-        if self._asking.has_model and draft.scores is not None:
-            self._asking.observe_promise(i, expected_accepted(draft.scores), sum(request.expected))
-        self._acceptance[i].observe(draft.scores, right, known, past.habit)
-        if verified:
-            regime.observe_drafts(i, request.predicted[:verified], right)
-        elif known and request.predicted:
-            regime.observe_unverified(i, request.predicted[0], right > 0)
-
-    def _observe_gain(self, request: Request, survivals: Sequence[float]) -> None:
-        i, request.asked = request.asked, -1
-        past = request.pasts[i]
-        if past is not None:
-            self._asking.observe_gain(past, i, survivals)
+    def _observe_drafts(self, emissions: Sequence[Emission], regime: Regime) -> None:
+        """Which drafts were right, for pupils, and what proposals of lookups were worth, empty ones counted."""
+        hand, requests, index = self._hand, self._requests, self._index
+        items: list[int] = []
+        habits = array("d")
+        pupils: list[tuple[int, int, Past, Draft]] = []
+        gains: list[tuple[int, Past, int]] = []
+        """Lookup, request, place in `items`: -1 where there is nothing to gain"""
+        stride = (len(emissions) + _PUPILS - 1) // _PUPILS
+        for number, emission in enumerate(emissions, start=self._num_steps):
+            request = requests.get(emission.request_id)
+            if request is None:
+                continue
+            asked, draft = request.asked, emission.draft
+            request.asked = -1
+            place = -1
+            if draft is not None:
+                i = index[draft.drafter]
+                past = request.pasts[i]
+                teaches = number % stride == 0
+                if past is not None and (teaches or asked == i):
+                    slot = request.slot
+                    length = -1 if request.draft is draft else hand.put(slot, draft)
+                    if teaches:
+                        pupils.append((len(items), i, past, draft))
+                        right, known = _known(emission, draft)
+                        items += (slot, i, length, right, known, emission.num_draft_tokens, 1)
+                    else:
+                        items += (slot, i, length, 0, 0, 0, 0)
+                    if asked == i:
+                        place = len(habits) // 2
+                    habits.append(past.habit.log_odds)
+                    habits.append(past.habit.precision)
+                request.draft = None
+            if asked >= 0:
+                past = request.pasts[asked]
+                if past is not None:
+                    gains.append((asked, past, place))
+        worth: list[float] = []
+        if items:
+            price = self._asking.draft_price
+            worth = self._arithmetic.learn(hand, regime, items, habits, least=self._least, price=price)
+        for at, i, past, draft in pupils:
+            place = 2 * (at // LEARN_FIELDS)
+            past.habit.log_odds, past.habit.precision = habits[place], habits[place + 1]
+            if self._asking.has_model and draft.scores is not None:
+                start, count = items[at] * hand.width, hand.counts[items[at]]
+                self._asking.observe_promise(
+                    i, expected_accepted(draft.scores), sum(hand.expected[start : start + count])
+                )
+        self._asking.observe_gains(gains, worth)
 
     def observe_drafting(self, drafting: Drafting) -> None:
         self._ledger.observe_drafting(drafting)
@@ -262,3 +224,15 @@ class GoodputController:
 
     def take_stats(self) -> tuple[dict[str, DrafterStats], float, float]:
         return self._ledger.take_stats()
+
+
+def _known(emission: Emission, draft: Draft) -> tuple[int, int]:
+    """How many drafts were right, and how many are known to have been right or wrong: those that were verified up to
+    the first wrong one, and the next one after them, which the target's own token tells whether it was asked for or
+    not."""
+    right = emission.num_accepted_tokens
+    if right < emission.num_draft_tokens:
+        return right, right + 1
+    if right < min(len(draft.token_ids), len(emission.new_token_ids)) and not draft.sampled:
+        return right + (draft.token_ids[right] == emission.new_token_ids[right]), right + 1
+    return right, right

@@ -11,18 +11,20 @@ A regime is an octave of numbers of requests: prices, and with them who is chose
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import Final
 
-_BINS: Final = 8
+BINS: Final = 8
 """Of survivals, equally wide"""
-_LAST_BIN: Final = _BINS - 1e-9
+_LAST_BIN: Final = BINS - 1e-9
 """A survival of 1 belongs to the last one."""
-_PRIOR_DRAFTS: Final = 6.0
+PRIOR_DRAFTS: Final = 6.0
 """As if so many drafts of each bin had come true as often as predicted"""
-_UNVERIFIED: Final = 0.25
+UNVERIFIED: Final = 0.25
 """What a draft counts that was at hand and not chosen, and was compared with the target's token all the same: nothing
 was chosen of it, but without it a few bad drafts would shut out good ones for as long as it takes to forget them."""
-_MOST_DRAFTS: Final = 200.0
+MOST_DRAFTS: Final = 200.0
 """What is older counts less."""
 _LEAST_MARGIN, _MOST_MARGIN = 0.005, 0.5
 """A step with drafts has to promise so much more goodput than the plain one: what deciding costs, and so much that a
@@ -44,10 +46,10 @@ gain so much that the guess does not matter."""
 
 class Regime:
     def __init__(self, num_drafters: int) -> None:
-        self._predicted = [[0.0] * _BINS for _ in range(num_drafters)]
-        self._accepted = [[0.0] * _BINS for _ in range(num_drafters)]
-        self.kept = [[1.0] * _BINS for _ in range(num_drafters)]
-        """[drafter][part] how much of predicted survivals came true where they were chosen"""
+        self.table = array("d", ([0.0] * (2 * BINS) + [1.0] * BINS) * num_drafters)
+        """[drafters, 3, BINS] of chosen drafts by their predicted survivals: the sum of those, how many were accepted,
+        and how much of a prediction that lets come true. `sol.speculation.plan.arithmetic` and its counterpart in C++
+        work on it."""
         self.margin = _LEAST_MARGIN
         """Of goodput, for a step with drafts over the plain one"""
         self.asking_margin = 0.0
@@ -61,28 +63,32 @@ class Regime:
     def wants_plain_step(self) -> bool:
         return self._steps_since_plain >= _PLAIN_EVERY and self._gain < _PLAIN_UP_TO
 
-    def observe_drafts(self, drafter: int, survivals: list[float], num_accepted: int) -> None:
+    def kept(self, drafter: int) -> list[float]:
+        """[part] how much of predicted survivals came true where they were chosen"""
+        start = (3 * drafter + 2) * BINS
+        return self.table[start : start + BINS].tolist()
+
+    def observe_drafts(self, drafter: int, survivals: Sequence[float], num_accepted: int) -> None:
         """Drafts with these predicted survivals were verified."""
-        predicted, accepted, kept = self._predicted[drafter], self._accepted[drafter], self.kept[drafter]
+        table, start = self.table, 3 * drafter * BINS
         last = -1
         for position, survival in enumerate(survivals):
-            cell = int(survival * _LAST_BIN)
-            predicted[cell] += survival
+            cell = start + int(survival * _LAST_BIN)
+            table[cell] += survival
             if position < num_accepted:
-                accepted[cell] += 1.0
+                table[cell + BINS] += 1.0
             if cell != last and last >= 0:  # survivals never rise, so the cell before is complete
-                self._keep(predicted, accepted, kept, last)
+                self._keep(last)
             last = cell
         if last >= 0:
-            self._keep(predicted, accepted, kept, last)
+            self._keep(last)
 
     def observe_unverified(self, drafter: int, survival: float, right: bool) -> None:
         """The first of a proposal's drafts, of this predicted survival, was not verified, and turned out so."""
-        cell = int(survival * _LAST_BIN)
-        predicted, accepted = self._predicted[drafter], self._accepted[drafter]
-        predicted[cell] += _UNVERIFIED * survival
-        accepted[cell] += _UNVERIFIED * right
-        self._keep(predicted, accepted, self.kept[drafter], cell)
+        cell = 3 * drafter * BINS + int(survival * _LAST_BIN)
+        self.table[cell] += UNVERIFIED * survival
+        self.table[cell + BINS] += UNVERIFIED * right
+        self._keep(cell)
 
     def observe_step(self, num_requests: int, num_drafts: int, gain: float, whole_gain: float) -> None:
         """A step verified so many drafts, and gained so much (0.1 is a tenth) over plain decoding; `whole_gain`: with
@@ -102,22 +108,24 @@ class Regime:
         self._gain += share * (gain - self._gain)
         self.margin = min(max(self.margin - share * gain, _LEAST_MARGIN), _MOST_MARGIN)
 
-    @staticmethod
-    def _keep(predicted: list[float], accepted: list[float], kept: list[float], cell: int) -> None:
-        if predicted[cell] > _MOST_DRAFTS:
-            predicted[cell] *= 0.5
-            accepted[cell] *= 0.5
-        share = (accepted[cell] + _PRIOR_DRAFTS) / (predicted[cell] + _PRIOR_DRAFTS)
-        kept[cell] = share if share < 1.0 else 1.0
+    def _keep(self, cell: int) -> None:
+        table = self.table
+        if table[cell] > MOST_DRAFTS:
+            table[cell] *= 0.5
+            table[cell + BINS] *= 0.5
+        share = (table[cell + BINS] + PRIOR_DRAFTS) / (table[cell] + PRIOR_DRAFTS)
+        table[cell + 2 * BINS] = share if share < 1.0 else 1.0
 
     def _forget(self) -> None:
         self.margin = max(_KEPT * self.margin, _LEAST_MARGIN)
         self.asking_margin *= _KEPT
-        for predicted, accepted, kept in zip(self._predicted, self._accepted, self.kept, strict=True):
-            for cell in range(_BINS):
-                predicted[cell] *= _KEPT
-                accepted[cell] *= _KEPT
-                kept[cell] = min((accepted[cell] + _PRIOR_DRAFTS) / (predicted[cell] + _PRIOR_DRAFTS), 1.0)
+        table = self.table
+        for start in range(0, len(table), 3 * BINS):
+            for cell in range(start, start + BINS):
+                table[cell] *= _KEPT
+                table[cell + BINS] *= _KEPT
+                share = (table[cell + BINS] + PRIOR_DRAFTS) / (table[cell] + PRIOR_DRAFTS)
+                table[cell + 2 * BINS] = min(share, 1.0)
 
 
 class Regimes:

@@ -33,9 +33,7 @@ class Request:
     """The step at which somebody thinks about drafting for it again; 0 for every one"""
     asked: int = -1
     """The lookup that was asked after the latest step, -1 for none"""
+    slot: int = 0
+    """Its place in the `Hand` …"""
     draft: Draft | None = None
-    """The drafts at hand whose survivals these are:"""
-    predicted: list[float] = field(default_factory=list)
-    """By acceptance; as far as they matter"""
-    expected: list[float] = field(default_factory=list)
-    """Corrected for being chosen"""
+    """… and the drafts that were judged there"""

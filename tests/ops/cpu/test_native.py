@@ -15,13 +15,23 @@ import torch
 from tiny_cpu import native
 
 from sol.ops.cpu import native as abi
-from sol.ops.cpu.native import Activation, Format, Isa, KVDType, Native, NativeError, NativeUnavailableError, OpKind
+from sol.ops.cpu.native import (
+    Activation,
+    DraftLayout,
+    Format,
+    Isa,
+    KVDType,
+    Native,
+    NativeError,
+    NativeUnavailableError,
+    OpKind,
+)
 from sol.ops.cpu.packing import Arena, fingerprint, format_of, pack
 from sol.ops.weights import Dense, GGUFBlocks, Int4Group, Int8Channel
 
 ROOT = Path(__file__).parents[3]
 HEADER = (ROOT / "sol" / "ops" / "cpu" / "csrc" / "sol_cpu.h").read_text()
-STRUCTS = ("SolSegment", "SolLinear", "SolNorm", "SolOp", "SolModelDesc", "SolBatch")
+STRUCTS = ("SolSegment", "SolLinear", "SolNorm", "SolOp", "SolModelDesc", "SolBatch", "SolDrafts", "SolStepCosts")
 
 
 def compile_and_run(folder: Path, source: str, *, shared: bool = False) -> str:
@@ -58,6 +68,7 @@ def test_numbers_are_those_of_the_header() -> None:
     expected |= {f"SOL_{kind.name}": kind.value for kind in Format}
     expected |= {f"SOL_OP_{kind.name}": kind.value for kind in OpKind}
     expected |= {f"SOL_ACT_{kind.name}": kind.value for kind in Activation}
+    expected |= {f"SOL_{name}": number.value for name, number in DraftLayout.__members__.items()}
     names = {KVDType.FLOAT32: "F32", KVDType.FLOAT16: "F16", KVDType.INT8: "INT8"}
     expected |= {f"SOL_KV_{names[kind]}": kind.value for kind in KVDType}
     expected |= {f"SOL_E_{name}": getattr(NativeError, name) for name in ("ARGUMENT", "MEMORY", "UNSUPPORTED", "DATA")}

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 #define SOL_API __attribute__((visibility("default")))
-#define SOL_ABI_VERSION 5
+#define SOL_ABI_VERSION 6
 
 enum { SOL_OK = 0, SOL_E_ARGUMENT = -1, SOL_E_MEMORY = -2, SOL_E_UNSUPPORTED = -3, SOL_E_DATA = -4 };
 
@@ -188,6 +188,68 @@ SOL_API void sol_model_times(SolModel *model, double seconds[7]);
 
 /* y [T, sum of rows] = x [T, cols] · Wᵀ + bias, as the ops compute it (activations quantised where the format says). */
 SOL_API int32_t sol_linear(int32_t isa, const SolLinear *linear, const float *x, int64_t num_tokens, float *y);
+
+/* ---- Speculation: which drafts are verified, and what came of them ------------------------------------------------
+ *
+ * The arithmetic of sol/speculation/plan, whose Python says what each number means and why (arithmetic.py has the same
+ * functions, which give the same numbers to the last bit). All state is the caller's. */
+
+enum { SOL_SCORE_BINS = 13, SOL_POSITIONS = 16, SOL_SURVIVAL_BINS = 8, SOL_SCORE_LEVELS = 258 };
+
+/* Of one drafter: an `Acceptance`'s state, double [SOL_ACCEPTANCE_SIZE], by these offsets. */
+enum {
+    SOL_BY_SCORE = 0, SOL_SCORE_PRECISION = 13, SOL_BY_POSITION = 26, SOL_POSITION_PRECISION = 42, SOL_CURVE = 58,
+    SOL_CURVE_WEIGHT = 74, SOL_NUM_RIGHT = 90, SOL_HAS_CURVE = 91, SOL_ACCEPTANCE_SIZE = 92
+};
+
+/* Drafts at hand, one row ("slot") a request, and the constants of what learns from them. */
+typedef struct {
+    int64_t num_slots;
+    int64_t width;               /* drafts of a request that are looked at, at most */
+    const double *scores;        /* [num_slots, width]; negative: the drafter gave none */
+    double *predicted;           /* [num_slots, width] survivals */
+    double *expected;            /* [num_slots, width] the same, corrected for being chosen */
+    int64_t *counts;             /* [num_slots] how many of both there are */
+    int64_t num_drafters;
+    double *const *acceptance;   /* [num_drafters] */
+    const double *log_odds;      /* [SOL_SCORE_LEVELS] of each level of scores; the last one is for no score */
+    const int64_t *bins;         /* [SOL_SCORE_LEVELS] */
+    double most_bin_precision;
+    double most_position_precision;
+    double most_request_precision;
+    double least_information;
+    double curve_observations;
+    double prior_drafts;
+    double unverified;
+    double most_drafts;
+} SolDrafts;
+
+/* What a step takes with more tokens, see `CostModel.curve`. */
+typedef struct {
+    int64_t num_tokens;          /* of the tables below */
+    int64_t num_knots;
+    const double *per_token;     /* [num_tokens] */
+    const int64_t *knots;        /* [num_tokens] */
+    const double *shares;        /* [num_tokens] */
+    const double *factors;       /* [num_knots] */
+} SolStepCosts;
+
+/* How many drafts are verified for each of `num_items` requests, into `chosen` [num_items]: see `Arithmetic.choose`.
+ * `items` [num_items, 4]: slot, drafter, drafts to judge first (-1: judged), drafts that may be verified. `habits`
+ * [num_items]: log-odds. `regime` [num_drafters, 3, SOL_SURVIVAL_BINS]: predicted, accepted, kept. `step`: rows of
+ * logits, seconds that all its requests and tokens share, seconds of each draft beside the table's, factor of both,
+ * seconds paid already, seconds of deciding. `limits`: survival below which nothing is judged, margin, share of the
+ * best goodput. `seen`: the least survival chosen, 0 if none, and how many there were to choose from. */
+SOL_API int32_t sol_choose_drafts(const SolDrafts *drafts, const SolStepCosts *costs, const double *regime,
+                                  const int64_t *items, const double *habits, int64_t num_items, const double step[6],
+                                  const double limits[3], int64_t max_tokens, int64_t max_lengths, int64_t *chosen,
+                                  double seen[2]);
+
+/* What became of drafts at hand: see `Arithmetic.learn`. `items` [num_items, 7]: slot, drafter, drafts to judge first
+ * (-1: judged), right, known, verified, whether it is learned from. `habits` [num_items, 2]: log-odds and precision,
+ * which change. `gains` [num_items]: tokens that the survivals above `price` are worth. */
+SOL_API int32_t sol_learn_drafts(const SolDrafts *drafts, double *regime, const int64_t *items, double *habits,
+                                 int64_t num_items, double least, double price, double *gains);
 
 #ifdef __cplusplus
 }
