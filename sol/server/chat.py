@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from sol.server.chat_parts import delta, message
 from sol.server.generation import CHOICES, Choice, ChoiceOutput, Usage, generate, generate_whole, make_choices
 from sol.server.logprobs import chat_entries, prompt_entries
 from sol.server.params import chat_params
@@ -24,6 +26,7 @@ from sol.server.state import ServedModel, ServerState
 from sol.server.stream_usage import StreamUsage
 from sol.server.streaming import DONE, EventStream, event, quote, run_until_disconnect, to_json
 from sol.server.structured import grammar_of
+from sol.server.tools import answer_parsers, forced_grammar, new_call_id, tools_of
 from sol.version import __version__
 
 
@@ -34,7 +37,10 @@ async def chat_completions(request: Request) -> Response:
     name = state.check_model_name(body.model)
     params = chat_params(body)
     params.check_vocabulary(model.info.vocab_size)
-    params.grammar = await grammar_of(model, body)
+    path = "tools[{}].function"
+    functions = [tool.function for tool in body.tools or ()]
+    tools = tools_of(model, functions, body.tool_choice, body.parallel_tool_calls, path=path)
+    params.grammar = await forced_grammar(model, tools, await grammar_of(model, body), path=path)
     speculation = speculation_params(body, model.info.drafters)
     scheduling = scheduling_of(request, body, state)
     text = await render_chat(
@@ -42,10 +48,12 @@ async def chat_completions(request: Request) -> Response:
         body.messages,
         add_generation_prompt=body.add_generation_prompt is not False,
         template_kwargs=body.chat_template_kwargs,
+        tools=None if tools is None else tools.for_template(),
     )
     token_ids = await encode(model, text, add_special_tokens=bool(body.add_special_tokens), param="messages")
     check_length(model, len(token_ids), params, param="messages")
-    choices = make_choices(state, model, [token_ids], params, speculation, scheduling)
+    new_parser = answer_parsers(model, text, params, tools, show_reasoning=body.include_reasoning is not False)
+    choices = make_choices(state, model, [token_ids], params, speculation, scheduling, new_parser)
     request.scope[CHOICES] = choices
     chat = _Chat(state, model, choices, name)
     if body.stream:
@@ -59,6 +67,7 @@ class _Chat:
     def __init__(self, state: ServerState, model: ServedModel, choices: Sequence[Choice], name: str) -> None:
         self._state = state
         self._tokenizer = model.tokenizer
+        self._new_call_id = functools.partial(new_call_id, model)
         self._choices = choices
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -71,7 +80,7 @@ class _Chat:
             "choices": [
                 {
                     "index": output.choice.index,
-                    "message": {"role": "assistant", "content": output.text, "refusal": None},
+                    "message": self._message(output),
                     "logprobs": self._logprobs(output),
                     "finish_reason": output.finish_reason,
                     "stop_reason": output.stop_reason,
@@ -98,13 +107,13 @@ class _Chat:
                     role += segments_field(None if output.segments is None else [])
                     parts += [f"{before}{choice.index},{role}{usages.close(num_prompt, 0)}" for choice in self._choices]
                 segments = output.segments
-                if output.text or output.logprobs:
-                    logprobs = to_json(self._logprobs(output)) if output.logprobs else "null"
+                logprobs = to_json(self._logprobs(output)) if output.logprobs else "null"
+                for told in self._deltas(output):
                     parts.append(
-                        f'{before}{index},"delta":{{"content":{quote(output.text)}}},"logprobs":{logprobs},'
+                        f'{before}{index},"delta":{told},"logprobs":{logprobs},'
                         f'"finish_reason":null{segments_field(segments, usage)}{after}'
                     )
-                    segments = None if segments is None else []
+                    segments, logprobs = None if segments is None else [], "null"
                 if output.finish_reason is not None:
                     parts.append(
                         f'{before}{index},"delta":{{}},"logprobs":null,"finish_reason":"{output.finish_reason}",'
@@ -117,6 +126,20 @@ class _Chat:
             total = Usage.of(self._choices).as_dict()
             last = event({**self._head("chat.completion.chunk"), "choices": [], "usage": total}) + DONE
         yield last
+
+    def _message(self, output: ChoiceOutput) -> dict[str, Any]:
+        if output.parts is None:
+            return {"role": "assistant", "content": output.text, "refusal": None}
+        return message(output.parts, self._new_call_id)
+
+    def _deltas(self, output: ChoiceOutput) -> list[str]:
+        """The `delta` of each chunk that an output makes, as JSON."""
+        if output.parts:
+            return [delta(part, self._new_call_id) for part in output.parts]
+        if output.parts is None and (output.text or output.logprobs):
+            return [f'{{"content":{quote(output.text)}}}']
+        # The text is not there yet, or is only a marker; what is known of its tokens is not held back.
+        return ["{}"] if output.logprobs or output.segments else []
 
     def _prompt_logprobs(self, output: ChoiceOutput) -> dict[str, Any]:
         """vLLM's, of the one prompt that all choices have."""

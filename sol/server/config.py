@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from sol.config import EngineConfig
 from sol.errors import ConfigError
+from sol.text.answer_format import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,13 @@ class ServerConfig:
     """How often in ten minutes an engine that died or hangs is started again; 0: never."""
     max_stored_responses: int = 1000
     """Of `/v1/responses`, which can be gone on from; 0: none."""
+    tool_call_parser: str = AUTO
+    """In what form the model calls tools: a name of `TOOL_PARSERS`, "auto" (as its chat template shows) or "none"."""
+    enable_auto_tool_choice: bool | None = None
+    """Whether the model may choose to call a tool; None: if it is known how it does. True insists on that."""
+    reasoning_parser: str = AUTO
+    """How the model marks its reasoning: a name of `REASONING_PARSERS`, "auto" (as its chat template shows) or "none":
+    it stays in the content."""
     enable_log_requests: bool = False
     """A line of the log for each request that was answered."""
     max_log_len: int = 0
@@ -77,6 +85,12 @@ class ServerConfig:
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}", param=name)
+        for name, known in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            allowed = (AUTO, NONE, *known)
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r:.80}", param=name
+                )
         if self.max_log_len and not self.enable_log_requests:
             raise ConfigError("max_log_len needs enable_log_requests, or it says nothing", param="max_log_len")
         endpoint = self.otlp_traces_endpoint

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Literal
 
 from sol.engine.types import (
     TARGET,
@@ -29,6 +30,8 @@ from sol.server.segments import Segment, Segments
 from sol.server.speculation import usage_fields
 from sol.server.state import ServedModel, ServerState, shutting_down
 from sol.speculation.usage import add_usages, advance
+from sol.text.answer_parser import AnswerParser
+from sol.text.answer_parts import Part, merge
 from sol.text.detokenizer import Detokenizer
 from sol.text.stop_strings import StopStrings
 
@@ -49,6 +52,8 @@ class Choice:
     detokenizer: Detokenizer
     speculation: SpeculationUsage | None
     """So far; None where the engine does not speculate."""
+    parser: AnswerParser | None = None
+    """Of its text, where that is more than content."""
     timeline: Timeline = field(init=False)
     num_tokens: int = 0
     num_cached_tokens: int = 0
@@ -75,11 +80,13 @@ class ChoiceOutput:
     """One for each of `token_ids`, when asked for."""
     prompt_logprobs: list[TokenLogprobs] | None
     """One for each token of the prompt but the first, when asked for; comes with the first tokens."""
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | Literal["tool_calls"] | None
     stop_reason: str | int | None
     """vLLM's: the stop string or the stop token id that ended the choice."""
     segments: list[Segment] | None = None
     """Who made `text`, when asked for; only outputs that are streamed have it."""
+    parts: list[Part] | None = None
+    """What became certain of the answer with `text`, of a choice that has a parser."""
 
 
 @dataclass(slots=True)
@@ -133,8 +140,10 @@ def make_choices(
     params: SamplingParams,
     speculation: SpeculationParams | None,
     scheduling: Scheduling,
+    new_parser: Callable[[], AnswerParser | None] | None = None,
 ) -> list[Choice]:
-    """`params.n` choices of each prompt; the index in the response is prompt × n + choice.
+    """`params.n` choices of each prompt; the index in the response is prompt × n + choice. `new_parser` makes what
+    reads a choice's text.
 
     A request without a seed gets one for each prompt; the same request with a seed gives the same answer.
     """
@@ -156,9 +165,11 @@ def make_choices(
                 deadline=scheduling.deadline,
                 cache_salt=scheduling.cache_salt,
             )
-            detokenizer = Detokenizer(model.tokenizer, params, token_ids, stops=stops)
+            parser = None if new_parser is None else new_parser()
+            kept_ids = frozenset[int]() if parser is None else model.answers.kept_ids
+            detokenizer = Detokenizer(model.tokenizer, params, token_ids, stops=stops, kept_ids=kept_ids)
             usage = SpeculationUsage() if model.info.drafters else None
-            choices.append(Choice(len(choices), prompt_index, request, detokenizer, usage))
+            choices.append(Choice(len(choices), prompt_index, request, detokenizer, usage, parser))
     return choices
 
 
@@ -211,6 +222,7 @@ def _join(parts: Sequence[ChoiceOutput]) -> ChoiceOutput:
         prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        parts=None if last.parts is None else merge(piece for part in parts for piece in part.parts or ()),
     )
 
 
@@ -239,7 +251,7 @@ async def _run(model: ServedModel, metrics: Metrics, choice: Choice) -> AsyncGen
         # The engine has let go of the choice before anyone hears that it ended.
         if last is None:
             raise EngineDeadError("the engine ended a request without a reason")
-        ended_by = str(last.finish_reason)
+        ended_by = "stop" if last.finish_reason == "tool_calls" else str(last.finish_reason)
         yield last
     except Exception:
         ended_by = "error"
@@ -264,7 +276,8 @@ def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutp
     if delta.num_tokens:
         metrics.observe_tokens(timeline, delta.num_tokens, num_steps)
     choice.num_tokens += delta.num_tokens
-    text, reason = delta.text, output.finish_reason
+    text = delta.text
+    reason: FinishReason | Literal["tool_calls"] | None = output.finish_reason
     stop_reason: str | int | None = None
     if delta.stop is not None:
         # Tokens after the one that completed the stop string do not count, nor does the way in which they ended.
@@ -272,6 +285,15 @@ def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutp
     elif reason is not None:
         text += choice.detokenizer.finish().text
         stop_reason = output.stop_token_id
+    parts = None
+    if choice.parser is not None:
+        parts = choice.parser.feed(text)
+        if reason is None and choice.parser.satisfied:
+            reason = "stop"  # the call is whole, and no other one is wanted
+        if reason is not None:
+            parts = merge([*parts, *choice.parser.finish()])
+        if reason == "stop" and choice.parser.called:
+            reason = "tool_calls"
     segments = None
     if choice.segments is not None:
         # An engine that does not speculate names nobody: everything is the model's own.
@@ -287,4 +309,5 @@ def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutp
         finish_reason=reason,
         stop_reason=stop_reason,
         segments=segments,
+        parts=parts,
     )

@@ -44,8 +44,9 @@ async def render_chat(
     *,
     add_generation_prompt: bool,
     template_kwargs: dict[str, Any] | None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """The text a chat becomes by the model's template. Raises `RequestError`."""
+    """The text a chat becomes by the model's template, which is told of `tools`. Raises `RequestError`."""
     if model.chat_template is None:
         raise RequestError(
             f"the model {model.info.model!r} has no chat template; use /v1/completions", param="messages"
@@ -58,6 +59,7 @@ async def render_chat(
         model.chat_template.render,
         flatten_messages(messages),
         add_generation_prompt=add_generation_prompt,
+        tools=tools,
         **kwargs,
     )
     return render() if len(messages) <= _MANY_MESSAGES else await asyncio.to_thread(render)

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
+from sol.server.tool_fields import ChatTools, ToolChoiceField
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 """Of each stop string: what finds them takes memory for every character."""
@@ -188,6 +190,10 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: ChatTools | None = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -198,6 +204,7 @@ class TokenizeBody(Body):
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: ChatTools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
@@ -241,8 +248,8 @@ HARMLESS: dict[str, Callable[[Any], bool]] = {
     "spaces_between_special_tokens": OneOf(None, True),
     "detokenize": OneOf(None, True),
 }
-"""Fields Sol does nothing about, and the values for which that is what the client asked for. `parallel_tool_calls`
-says how tools may be called, and there are none."""
+"""Fields Sol does nothing about, and the values for which that is what the client asked for. On a route without tools
+`parallel_tool_calls` says nothing."""
 
 # fmt: off
 _UNSUPPORTED = (

@@ -17,6 +17,7 @@ from sol.server.metrics import Metrics
 from sol.server.responses_store import ResponseStore
 from sol.server.speculation_metrics import SpeculationLog
 from sol.server.usages import Usages
+from sol.text.answer_format import AnswerFormat
 from sol.text.chat_template import ChatTemplate
 from sol.text.grammar import GrammarCompiler
 from sol.text.tokenizer import Tokenizer
@@ -32,6 +33,9 @@ class ServedModel:
     chat_template: ChatTemplate | None
     eos_token_ids: tuple[int, ...]
     grammars: GrammarCompiler
+    answers: AnswerFormat
+    """The forms in which it writes reasoning and tool calls."""
+    enable_auto_tool_choice: bool
     max_prompt_chars: int
     """A text longer than this cannot fit into the context, whatever it says: it is refused before it is tokenized."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,6 +13,7 @@ from sol.server.parsing import parse_body
 from sol.server.prompts import check_token_ids, encode, render_chat
 from sol.server.protocol import DetokenizeBody, TokenizeBody
 from sol.server.state import ServedModel, ServerState
+from sol.server.tools import tools_of
 
 _MANY_TOKENS = 1024
 """Above which turning them into text leaves the event loop."""
@@ -34,11 +36,12 @@ async def tokenize(request: Request) -> Response:
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs,
+            tools=_tools(model, body),
         )
     else:
         param = "prompt"
         text = body.prompt or ""
-        for name in ("add_generation_prompt", "chat_template_kwargs"):
+        for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
             if getattr(body, name) is not None:
                 raise RequestError(f"{name} goes with messages, not with a prompt", param=name)
     add_special_tokens = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
@@ -52,6 +55,12 @@ async def tokenize(request: Request) -> Response:
             "token_strs": token_strs,
         }
     )
+
+
+def _tools(model: ServedModel, body: TokenizeBody) -> list[dict[str, Any]] | None:
+    functions = [tool.function for tool in body.tools or ()]
+    tools = tools_of(model, functions, None, None, path="tools[{}].function")
+    return None if tools is None else tools.for_template()
 
 
 async def detokenize(request: Request) -> Response:

@@ -57,16 +57,17 @@ class AnswerFormat:
 
     def parser(
         self,
-        prompt: str,
+        prompt: str | None,
         tools: ToolParser | None = None,
         *,
         max_calls: int | None = None,
         show_reasoning: bool = True,
     ) -> AnswerParser | None:
-        """Of an answer to `prompt`, as the chat template made it. None where there is nothing to find."""
-        if tools is None and self.reasoning is None:
+        """Of an answer to `prompt`, as the chat template made it; None: to one that lets no reasoning be. None where
+        there is nothing to find."""
+        reasoning = None if self.reasoning is None or prompt is None else self.reasoning(prompt)
+        if tools is None and reasoning is None:
             return None
-        reasoning = None if self.reasoning is None else self.reasoning(prompt)
         return AnswerParser(reasoning, tools, max_calls=max_calls, show_reasoning=show_reasoning)
 
     def tool_parser(self, names: Container[str]) -> ToolParser | None:

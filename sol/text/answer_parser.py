@@ -34,6 +34,11 @@ class AnswerParser:
         return self._tools is not None and self._tools.num_calls > 0 and not self._cut
 
     @property
+    def satisfied(self) -> bool:
+        """As many calls as are wanted are whole."""
+        return self._max_calls is not None and self.called and self._tools.num_calls >= self._max_calls  # type: ignore[union-attr]
+
+    @property
     def thinking(self) -> bool:
         """The text so far ends in reasoning."""
         return self._reasoning is not None and self._reasoning.thinking

@@ -45,7 +45,8 @@ class Detokenizer:
 
     Work and memory are constant for each token, whatever the lengths of prompt and output.
 
-    `stops` are `params.stop`, built once for all choices of a request; by default they are built here.
+    `stops` are `params.stop`, built once for all choices of a request; by default they are built here. `kept_ids` are
+    special tokens that are not skipped: markers that a parser of the text has to see.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class Detokenizer:
         prompt_token_ids: Sequence[int],
         *,
         stops: StopStrings | None = None,
+        kept_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped_ids = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
+        self._skipped_ids = tokenizer.special_ids - kept_ids if params.skip_special_tokens else frozenset[int]()
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         if stops is None and params.stop:

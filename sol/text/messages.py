@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from sol.errors import RequestError
 
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_REASONING: Final = ("reasoning_content", "reasoning")
+"""vLLM's names, the older one first, which is the one that templates read."""
 
 
 def flatten_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates want them: `content` a string, OpenAI's `developer` as `system`.
+    """Messages as chat templates want them: `content` a string, OpenAI's `developer` as `system`, the arguments of tool
+    calls as objects.
 
     Text parts are joined by a newline, as vLLM joins them. Raises `RequestError` naming what is wrong.
     """
@@ -23,25 +27,87 @@ def flatten_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 def _flatten_message(message: Mapping[str, Any], path: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
+        instead = "; an answer to a call has the role tool" if role == "function" else ""
         raise RequestError(
-            f"{path}.role must be one of {', '.join(_ROLES)}, not {str(role)[:80]!r}", param=f"{path}.role"
+            f"{path}.role must be one of {', '.join(_ROLES)}, not {str(role)[:80]!r}{instead}", param=f"{path}.role"
         )
     content = message.get("content")
-    if content is None and role == "assistant" and "content" in message:
+    calls = _flatten_calls(message["tool_calls"], path) if role == "assistant" and message.get("tool_calls") else None
+    if content is None and role == "assistant" and ("content" in message or calls):
         content = ""  # an answer without a text, sent back as it came
     flat: dict[str, Any] = {"role": _ROLES[role], "content": _flatten_content(content, path)}
+    if calls:
+        flat["tool_calls"] = calls
     for key, value in message.items():
-        if key in ("role", "content"):
+        if key in ("role", "content") or (key == "tool_calls" and calls):
             continue
-        if key in ("name", "tool_call_id"):
+        if key in ("name", "tool_call_id") or (key in _REASONING and role == "assistant"):
             if value is not None and not isinstance(value, str):
                 raise RequestError(f"{path}.{key} must be a string", param=f"{path}.{key}")
             if value is not None:
-                flat[key] = value
+                flat[_REASONING[0] if key in _REASONING else key] = value
         # What a client gets in one answer it sends back in the next request, empty fields and all.
         elif value not in (None, [], {}):
             raise RequestError(f"{path}.{key[:80]} is not supported; remove it", param=f"{path}.{key[:80]}")
+    if role == "tool" and not flat.get("tool_call_id"):
+        raise RequestError(
+            f"{path}.tool_call_id is required of a message of the role tool: the id of the call that it answers",
+            param=f"{path}.tool_call_id",
+        )
     return flat
+
+
+def _flatten_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+    param = f"{path}.tool_calls"
+    if not isinstance(calls, list):
+        raise RequestError(f"{param} must be a list of calls", param=param)
+    flat = [_flatten_call(call, f"{param}[{i}]") for i, call in enumerate(calls)]
+    ids = [call["id"] for call in flat]
+    for i, call_id in enumerate(ids):
+        if call_id in ids[:i]:
+            raise RequestError(
+                f"{param}[{i}].id is {call_id[:80]!r}, as that of another call of this message",
+                param=f"{param}[{i}].id",
+            )
+    return flat
+
+
+def _flatten_call(call: Any, path: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or call.get("type", "function") != "function":
+        raise RequestError(
+            f"{path} must be a call, {{'id': …, 'type': 'function', 'function': {{'name': …, 'arguments': …}}}}",
+            param=path,
+        )
+    for holder, key, name in ((call, "id", f"{path}.id"), (function, "name", f"{path}.function.name")):
+        if not isinstance(holder.get(key), str) or not holder[key]:
+            raise RequestError(f"{name} is required, a string that is not empty", param=name)
+    for holder, known, place in (
+        (call, ("id", "type", "function", "index"), path),
+        (function, ("name", "arguments"), f"{path}.function"),
+    ):
+        for key, value in holder.items():
+            if key not in known and value is not None:
+                raise RequestError(f"{place}.{key[:80]} is not supported; remove it", param=f"{place}.{key[:80]}")
+    arguments = call_arguments(function.get("arguments"), f"{path}.function.arguments")
+    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def call_arguments(value: Any, param: str) -> dict[str, Any]:
+    """The arguments of a call, which clients send as the text of a JSON object. Raises `RequestError`."""
+    if value in (None, ""):
+        return {}
+    found: Any = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(
+                f"{param} must be a JSON object as a string, as it came in the answer: {error}", param=param
+            ) from None
+    if not isinstance(found, dict):
+        raise RequestError(f"{param} must be a JSON object as a string, not {str(value)[:80]!r}", param=param)
+    return found
 
 
 def _flatten_content(content: Any, path: str) -> str:

@@ -24,6 +24,24 @@ def test_roles_and_contents() -> None:
     ]
 
 
+def call(function: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    whole = {"name": "f", "arguments": '{"a": [1]}', **(function or {})}
+    return {"id": "1", "type": "function", "function": whole, **fields}
+
+
+def test_calls_and_reasoning_come_back_as_templates_read_them() -> None:
+    calls = [call(index=0), call({"arguments": ""}, id="2"), call({"arguments": {"b": 2}}, id="3")]
+    sent = [
+        {"role": "assistant", "content": None, "tool_calls": calls, "reasoning": "Well.", "reasoning_content": "Well."},
+        {"role": "assistant", "tool_calls": calls[:1]},
+    ]
+    expected = [call({"arguments": {"a": [1]}}), call({"arguments": {}}, id="2"), call({"arguments": {"b": 2}}, id="3")]
+    assert flatten_messages(sent) == [
+        {"role": "assistant", "content": "", "tool_calls": expected, "reasoning_content": "Well."},
+        {"role": "assistant", "content": "", "tool_calls": expected[:1]},
+    ]
+
+
 @pytest.mark.parametrize(
     ("message", "param"),
     [
@@ -39,7 +57,28 @@ def test_roles_and_contents() -> None:
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[1].content[0]"),
         ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages[1].content[0].text"),
         ({"role": "user", "content": "a", "name": 5}, "messages[1].name"),
-        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls"),
+        ({"role": "assistant", "content": "a", "tool_calls": {"id": "1"}}, "messages[1].tool_calls"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [call(id="")]}, "messages[1].tool_calls[0].id"),
+        ({"role": "assistant", "tool_calls": [call(), call()]}, "messages[1].tool_calls[1].id"),
+        ({"role": "assistant", "tool_calls": [call(type="custom")]}, "messages[1].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [call(colour="red")]}, "messages[1].tool_calls[0].colour"),
+        ({"role": "assistant", "tool_calls": [call({"name": 5})]}, "messages[1].tool_calls[0].function.name"),
+        ({"role": "assistant", "tool_calls": [call({"strict": 1})]}, "messages[1].tool_calls[0].function.strict"),
+        (
+            {"role": "assistant", "tool_calls": [call({"arguments": "{"})]},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [call({"arguments": "[]"})]},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        ({"role": "assistant", "tool_calls": []}, "messages[1].content"),
+        ({"role": "user", "content": "a", "tool_calls": [call()]}, "messages[1].tool_calls"),
+        ({"role": "user", "content": "a", "reasoning": "b"}, "messages[1].reasoning"),
+        ({"role": "assistant", "content": "a", "reasoning": 5}, "messages[1].reasoning"),
+        ({"role": "tool", "content": "a"}, "messages[1].tool_call_id"),
+        ({"role": "function", "content": "a", "name": "f"}, "messages[1].role"),
         ({"role": "user", "content": "a", "colour": "red"}, "messages[1].colour"),
     ],
 )
