@@ -45,7 +45,7 @@ def test_it_grows_only_while_somebody_waits_and_slowly_near_what_was_too_much() 
     grown = []
     for step in range(20):
         credits_.in_demand = True
-        credits_.look(4.0 + 2 * step, in_flight=50, running=50, waiting=0)
+        credits_.look(4.0 + 2 * step, in_flight=credits_.limit, running=50, waiting=0)
         assert credits_.limit is not None
         grown.append(credits_.limit)
     fast = [value for value in grown if value < 90]
@@ -53,8 +53,30 @@ def test_it_grows_only_while_somebody_waits_and_slowly_near_what_was_too_much() 
     slow = [value for value in grown if value >= 85][:5]
     assert [after - before for before, after in itertools.pairwise(slow)] == [1, 1, 1, 2]
     credits_.in_demand = True
-    credits_.look(100.0, in_flight=50, running=50, waiting=0, kv_usage=0.99)
+    credits_.look(100.0, in_flight=grown[-1], running=50, waiting=0, kv_usage=0.99)
     assert credits_.limit == grown[-1]
+
+
+def test_what_is_not_used_does_not_grow() -> None:
+    # Somebody waits for another reason: prompts that the engine has to compute first, or a part kept for the urgent.
+    credits_ = Credits(floor=4)
+    credits_.look(0.0, in_flight=40, running=20, waiting=20)
+    credits_.look(2.0, in_flight=10, running=10, waiting=0)
+    assert credits_.limit == 20
+    for step in range(60):
+        credits_.in_demand = True
+        credits_.look(4.0 + 2 * step, in_flight=10, running=10, waiting=0)
+    assert credits_.limit == 20
+
+
+def test_what_an_engine_was_told_to_take_is_never_passed_and_may_be_less_than_the_least() -> None:
+    credits_ = Credits(floor=4, initial=2)
+    credits_.look(0.0, in_flight=2, running=1, waiting=1)
+    assert credits_.limit == 2
+    for step in range(10):
+        credits_.in_demand = True
+        credits_.look(2.0 + 2 * step, in_flight=2, running=2, waiting=0)
+    assert credits_.limit == 2
 
 
 def test_refusals_and_slow_answers_shrink_it_without_any_signals() -> None:

@@ -3,11 +3,11 @@
 More than it can work on at the same time would only wait in the engine, where nobody can put a more urgent one before
 them. Nothing is limited until there is a reason. There are three: the engine says that requests wait in it, it refuses
 some (429, 503), or too many of its answers begin or go on more slowly than their class is promised. Then it gets no
-more than it takes well, and, while requests wait for it in the gateway, more with every look at it that finds none of
-these: an eighth more at first, and near the number at which it last was far too much one more, then two …
-(multiplicative decrease, a threshold between fast and slow growth, and growth that becomes faster while nothing speaks
-against it, as TCP's congestion control has them). One or two that wait in the engine may have come during a step: they
-are taken off, and say nothing more.
+more than it takes well, and, while requests wait for it in the gateway and it has nearly all that it may, more with
+every look at it that finds none of these: an eighth more at first, and near the number at which it last was far too
+much one more, then two … (multiplicative decrease, a threshold between fast and slow growth, growth that becomes faster
+while nothing speaks against it, and none where what there is is not used, as TCP's congestion control has them). One or
+two that wait in the engine may have come during a step: they are taken off, and say nothing more.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ _STEP_SECONDS: Final = 1.0
 
 
 class Credits:
-    """Of one engine. `initial`: what is known from its configuration; None: nothing."""
+    """Of one engine. `initial`: what it was told to take at most; None: nobody knows. `floor`: what it gets at least,
+    if it takes so many at all."""
 
     def __init__(self, *, floor: int, initial: int | None = None) -> None:
         self.limit = initial
         """None: as many as come."""
         self.in_demand = False
         """Whether somebody had to wait since the last look."""
-        self._floor = floor
+        self._most = math.inf if initial is None else initial
+        self._floor = min(floor, self._most)
         self._peak = 0
         self._num_answers = 0
         self._num_slow = 0
@@ -85,10 +87,15 @@ class Credits:
         elif self._num_refused or slow:
             self._shrink(most * _SLOWER)
             self._too_much, self._num_good = most, 0
-        elif self.limit is not None and self.in_demand and (kv_usage is None or kv_usage < _FULL_KV):
+        elif (
+            self.limit is not None and self.in_demand and self.limit < self._most
+            and most >= self.limit - self.limit // _GROWTH
+            and (kv_usage is None or kv_usage < _FULL_KV)
+        ):  # fmt: skip
             near = self._too_much is not None and self.limit >= _NEAR * self._too_much
             self._num_good += near
-            self.limit += 1 + self._num_good // 4 if near else max(1, self.limit // _GROWTH)
+            more = 1 + self._num_good // 4 if near else max(1, self.limit // _GROWTH)
+            self.limit = int(min(self.limit + more, self._most))
         elif self._num_answers < _ENOUGH and not self._num_refused and waiting is None:
             return  # too little was seen to forget it again
         self._updated = now
@@ -99,4 +106,4 @@ class Credits:
     def _shrink(self, limit: float) -> None:
         if self.limit is not None:
             limit = min(limit, self.limit)
-        self.limit = max(self._floor, math.floor(limit))
+        self.limit = int(max(self._floor, math.floor(limit)))
