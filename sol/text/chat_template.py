@@ -12,7 +12,6 @@ import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 import jinja2.utils
 
 from sol.errors import RequestError, TokenizerError
@@ -21,6 +20,7 @@ from sol.models.gguf import GGUFFile
 from sol.models.source import ModelFiles
 from sol.text.gguf_tokenizer import gguf_special_tokens
 from sol.text.special_tokens import named_special_tokens
+from sol.text.template_sandbox import MAX_SOURCE_CHARACTERS, TemplateEnvironment, within_limits
 
 
 class ChatTemplate:
@@ -33,11 +33,20 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str = "the chat template") -> None:
         self.source = source
         self._variables = {"tools": None, "documents": None, **special_tokens}
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            raise TokenizerError(
+                f"{origin} has {len(source)} characters; a template may have {MAX_SOURCE_CHARACTERS}",
+                param="model",
+            )
         try:
-            self._template = _ENVIRONMENT.from_string(source)
-        except jinja2.TemplateError as error:
+            with within_limits():
+                self._template = _ENVIRONMENT.from_string(source)
+        except Exception as error:  # compiling nests as deep as the template does, and computes its constants
             line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise TokenizerError(f"{origin} is not a valid jinja2 template{line}: {error}", param="model") from error
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            raise TokenizerError(
+                f"{origin} is not a valid jinja2 template{line}: {kind}{error}", param="model"
+            ) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The prompt for a conversation. Encode it with `add_special_tokens=False`: it has the model's special tokens.
@@ -50,7 +59,8 @@ class ChatTemplate:
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         variables = {**self._variables, **kwargs}
         try:
-            text = self._template.render(messages=present, add_generation_prompt=add_generation_prompt, **variables)
+            with within_limits():
+                text = self._template.render(messages=present, add_generation_prompt=add_generation_prompt, **variables)
         except _Refused as error:
             raise RequestError(f"messages: the model's chat template refuses them: {error}", param="messages") from None
         except Exception as error:  # a template is the model author's program: whatever it raises, the request fails
@@ -169,11 +179,11 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment() -> TemplateEnvironment:
+    environment = TemplateEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["namespace"] = _Namespace
