@@ -8,6 +8,7 @@ interpreter's: a schema that takes long delays nobody but who sent it.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,14 +21,22 @@ from sol.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 __all__ = ["Grammar", "GrammarCompiler"]
 
 MAX_COMPILED: Final = 256
 """How many a compiler keeps: tens of KB each, seldom more."""
 
-_WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,20}"
+WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,20}"
 """Between the parts of JSON. Without a limit a weak model writes blanks for ever, which every schema allows."""
+_JSON: Final[JsonCompileOptions] = {
+    "whitespace_pattern": WHITESPACE,
+    # A schema can set these by itself; what it then says it asks for would not be what it gets.
+    "lenient": False,
+    "coerce_one_of": False,
+}
+_IRREVOCABLE: Final = re.compile(r"^\s*[?!]*\w+\s*\[[^\n]*?\b(max_tokens|stop)\s*=", re.MULTILINE)
 _NUM_THREADS: Final = 2
 """Of a compiler: one that takes long does not hold up all others."""
 _MAX_GRAMMAR_SIZE: Final = 100_000
@@ -155,19 +164,30 @@ def _source(grammar: Grammar) -> str:
 
     match grammar.kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _WHITESPACE})
+            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
             texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
             return LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
         case "lark":
-            return LLMatcher.grammar_from_lark(grammar.text)
+            return LLMatcher.grammar_from_lark(_revocable(grammar.text))
         case "ebnf":
-            return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+            return LLMatcher.grammar_from_lark(_revocable(any_to_lark(grammar.text)))
+
+
+def _revocable(lark: str) -> str:
+    """The grammar itself. Raises `ValueError` for attributes of rules with which a matcher cannot take tokens back, as
+    it has to at every draft that is not right."""
+    found = _IRREVOCABLE.search(lark)
+    if found is not None:
+        raise ValueError(f"rules with the attribute {found[1]}= are not supported; use suffix= or a bounded repetition")
+    return lark
 
 
 def _refused(grammar: Grammar, reason: str) -> RequestError:
     what = {"json_schema": "JSON Schema", "regex": "regular expression"}.get(grammar.kind, "grammar")
-    reason = " ".join(reason.split())
-    return RequestError(f"this {what} is not supported: {reason[:500]}", param="grammar")
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    # Of several lines the first say where, with a picture of it, and one that begins so says what.
+    said = next((line for line in lines if line.startswith("error: ")), " ".join(lines) or "it is not valid")
+    return RequestError(f"this {what} is not supported: {said.removeprefix('error: ')[:500]}", param="grammar")
