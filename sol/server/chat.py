@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from sol.server.answers import answer_parsers
 from sol.server.chat_parts import delta, message
 from sol.server.generation import CHOICES, Choice, ChoiceOutput, Usage, generate, generate_whole, make_choices
 from sol.server.logprobs import chat_entries, prompt_entries
@@ -26,7 +27,7 @@ from sol.server.state import ServedModel, ServerState
 from sol.server.stream_usage import StreamUsage
 from sol.server.streaming import DONE, EventStream, event, quote, run_until_disconnect, to_json
 from sol.server.structured import grammar_of
-from sol.server.tools import answer_parsers, forced_grammar, new_call_id, tools_of
+from sol.server.tools import forced_grammar, new_call_id, tools_of
 from sol.version import __version__
 
 
@@ -52,7 +53,8 @@ async def chat_completions(request: Request) -> Response:
     )
     token_ids = await encode(model, text, add_special_tokens=bool(body.add_special_tokens), param="messages")
     check_length(model, len(token_ids), params, param="messages")
-    new_parser = answer_parsers(model, text, params, tools, show_reasoning=body.include_reasoning is not False)
+    show_reasoning = body.include_reasoning is not False
+    new_parser = await answer_parsers(model, text, params, tools, show_reasoning=show_reasoning)
     choices = make_choices(state, model, [token_ids], params, speculation, scheduling, new_parser)
     request.scope[CHOICES] = choices
     chat = _Chat(state, model, choices, name)

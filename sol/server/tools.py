@@ -5,17 +5,15 @@ from __future__ import annotations
 import secrets
 import string
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from sol.errors import RequestError
 from sol.grammar import Grammar
-from sol.sampling_params import SamplingParams
 from sol.server.state import ServedModel
 from sol.server.structured import check_grammar
 from sol.server.tool_fields import FunctionDefinition, ToolChoice
-from sol.text.answer_parser import AnswerParser
 from sol.text.tools.parsers import ForcedArgumentsParser, ForcedCallsParser, MistralParser, ToolParser
 from sol.text.tools.schemas import arguments_schema, calls_schema
 
@@ -151,25 +149,6 @@ async def forced_grammar(
                 await check_grammar(model, alone, param=param)
         raise
     return grammar
-
-
-def answer_parsers(
-    model: ServedModel, prompt: str, params: SamplingParams, tools: Tools | None, *, show_reasoning: bool
-) -> Callable[[], AnswerParser | None]:
-    """What makes the parser of each answer to `prompt`, which makes None where there is nothing to find.
-
-    A grammar holds from the first token on, so there is no reasoning in what it makes.
-    """
-
-    def new_parser() -> AnswerParser | None:
-        return model.answers.parser(
-            None if params.grammar is not None else prompt,
-            None if tools is None else tools.parser(model),
-            max_calls=None if tools is None else tools.max_calls,
-            show_reasoning=show_reasoning,
-        )
-
-    return new_parser
 
 
 def new_call_id(model: ServedModel) -> str:

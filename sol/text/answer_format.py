@@ -38,6 +38,8 @@ class AnswerFormat:
     """The chat template tells the model of its tools."""
     kept_ids: frozenset[int] = field(default_factory=frozenset)
     """Special tokens that are markers, which the parsers have to see."""
+    close_id: int | None = None
+    """The token that ends reasoning, if it is a special one."""
 
     @classmethod
     def of(
@@ -53,22 +55,26 @@ class AnswerFormat:
         reasoning = _shown_reasoning(source) if reasoning_parser == AUTO else REASONING_PARSERS.get(reasoning_parser)
         markers = {marker.encode() for parser in (tools, reasoning) if parser is not None for marker in parser.markers}
         kept = frozenset(i for i in tokenizer.special_ids if tokenizer.token_bytes(i) in markers)
-        return cls(tools, reasoning, _READS_TOOLS.search(source) is not None, kept)
+        close_id = next((i for i in kept if tokenizer.token_bytes(i) == CLOSE.encode()), None)
+        return cls(tools, reasoning, _READS_TOOLS.search(source) is not None, kept, close_id)
 
     def parser(
         self,
-        prompt: str | None,
+        prompt: str,
         tools: ToolParser | None = None,
         *,
         max_calls: int | None = None,
         show_reasoning: bool = True,
     ) -> AnswerParser | None:
-        """Of an answer to `prompt`, as the chat template made it; None: to one that lets no reasoning be. None where
-        there is nothing to find."""
-        reasoning = None if self.reasoning is None or prompt is None else self.reasoning(prompt)
+        """Of an answer to `prompt`, as the chat template made it. None where there is nothing to find."""
+        reasoning = None if self.reasoning is None else self.reasoning(prompt)
         if tools is None and reasoning is None:
             return None
         return AnswerParser(reasoning, tools, max_calls=max_calls, show_reasoning=show_reasoning)
+
+    def assumes_reasoning(self, prompt: str) -> bool:
+        """Whether an answer to `prompt` begins in the middle of reasoning."""
+        return self.reasoning is not None and self.reasoning.assumes(prompt)
 
     def tool_parser(self, names: Container[str]) -> ToolParser | None:
         return None if self.tools is None else self.tools(names)

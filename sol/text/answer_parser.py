@@ -39,11 +39,6 @@ class AnswerParser:
         return self._max_calls is not None and self.called and self._tools.num_calls >= self._max_calls  # type: ignore[union-attr]
 
     @property
-    def thinking(self) -> bool:
-        """The text so far ends in reasoning."""
-        return self._reasoning is not None and self._reasoning.thinking
-
-    @property
     def _cut(self) -> bool:
         """The last call that is given is not whole."""
         tools = self._tools

@@ -30,18 +30,17 @@ class ReasoningParser:
     always_thinks: ClassVar[bool] = False
 
     def __init__(self, prompt: str = "") -> None:
-        end = prompt[-64:].rstrip(WHITE)
-        self._assumed = end.endswith(OPEN) or (self.always_thinks and not end.endswith(CLOSE))
-        """The answer is reasoning even without a marker."""
+        self._assumed = self.assumes(prompt)
         self._held: str | None = ""
         """The answer's beginning, while it may be the marker; None once that is decided."""
         self._until: TextUntil | None = None
         self._strip = False
 
-    @property
-    def thinking(self) -> bool:
-        """The text so far ends in reasoning."""
-        return self._until is not None
+    @classmethod
+    def assumes(cls, prompt: str) -> bool:
+        """Whether an answer to `prompt` is reasoning even without a marker."""
+        end = prompt[-64:].rstrip(WHITE)
+        return end.endswith(OPEN) or (cls.always_thinks and not end.endswith(CLOSE))
 
     def feed(self, text: str) -> Split:
         if self._held is not None:

@@ -133,5 +133,4 @@ def test_what_is_said_counts_more_than_what_a_template_shows(byte_level: Tokeniz
     none = AnswerFormat.of(template, byte_level, tool_parser="none", reasoning_parser="none")
     assert (none.tools, none.reasoning) == (None, None)
     assert none.parser("") is None
-    assert found.parser(None) is None
     assert AnswerFormat.of(None, byte_level) == AnswerFormat()
