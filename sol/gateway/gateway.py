@@ -132,7 +132,8 @@ class Gateway:
         return Measured(
             burn_rate=load.burn_rate,
             wait_seconds=load.wait_seconds,
-            utilisation=load.utilisation,
+            # Where nothing limits engines, nothing is too much for them.
+            utilisation=0.0 if load.credits is None else load.utilisation,
             kv_usage=load.kv_usage,
         )
 

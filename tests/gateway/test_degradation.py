@@ -14,6 +14,7 @@ from sol.gateway.config import make_config
 from sol.gateway.degradation.config import Step
 from sol.gateway.degradation.ladder import Ladder, Measured
 from sol.gateway.degradation.stage import DegradeStage, LoadShedError
+from sol.gateway.gateway import Gateway
 from sol.gateway.parsing import make_call
 
 STEPS = tuple(
@@ -75,6 +76,43 @@ def test_what_nobody_knows_is_no_reason() -> None:
     assert ladder.update(Measured(kv_usage=0.95), 1.0)
 
 
+def test_what_nobody_knows_any_more_is_no_reason_to_take_a_step_back() -> None:
+    ladder = Ladder([Step(action="shed", after=0, recover_after=30, when={"burn_rate": 2, "kv_usage": 0.9})])  # type: ignore[arg-type]
+    assert ladder.update(Measured(burn_rate=0.0, kv_usage=0.95), 0.0)
+    for now in range(1, 100):  # engines that are too busy to say how they are
+        assert not ladder.update(Measured(burn_rate=0.0), float(now))
+    assert not ladder.update(Measured(burn_rate=0.0, kv_usage=0.1), 100.0)
+    assert not ladder.update(Measured(burn_rate=0.0), 120.0)
+    assert not ladder.update(Measured(burn_rate=0.0, kv_usage=0.1), 140.0)
+    assert ladder.update(Measured(burn_rate=0.0, kv_usage=0.1), 170.0)
+    # What was no reason to take it need not be known.
+    assert ladder.update(Measured(burn_rate=3.0, kv_usage=0.1), 171.0)
+    assert not ladder.update(Measured(burn_rate=0.0), 172.0)
+    assert ladder.update(Measured(burn_rate=0.0), 202.0)
+
+
+def test_engines_that_nothing_limits_are_not_too_busy() -> None:
+    gateway = Gateway(
+        make_config(
+            {
+                "models": [{"name": "m", "engines": ["a"]}],
+                "engines": [{"name": "a", "url": "http://x:1", "max_in_flight": 1}],
+                "degradation": [{"action": "shed", "when": {"utilisation": 2}, "after": 0, "recover_after": 30}],
+            }
+        )
+    )
+    engine, ladder = gateway.fleet.engines["a"], gateway.degrade.ladders["m"]
+    flights = [engine.begin(call()) for _ in range(2)]
+    gateway.degrade.update(0.0)
+    assert (ladder.level, ladder.reason) == (1, "utilisation 2 (bound 2)")
+    engine.max_in_flight = None
+    gateway.degrade.update(1.0)
+    gateway.degrade.update(31.0)
+    assert ladder.level == 0
+    for flight in flights:
+        flight.end("ok")
+
+
 async def test_steps_do_what_they_say_to_those_they_name() -> None:
     plain = call(max_tokens=500, n=2)
     await stage(0).enter(plain)
@@ -120,8 +158,13 @@ async def test_classes_are_shed_one_after_another() -> None:
         await stage(4).enter(call())
     assert (refused.value.status, refused.value.code, refused.value.wait) == (503, "load_shed", 10.0)
     await stage(4).enter(call("interactive"))
+    last = stage(5)
     with pytest.raises(LoadShedError):
-        await stage(5).enter(call("interactive"))
+        await last.enter(call("interactive"))
+    with pytest.raises(LoadShedError):
+        await last.enter(shed := call(max_tokens=500))
+    assert last.counts == {("large", "shed"): 2}  # who is refused gets no less than somebody else
+    assert [each.rule for each in shed.decisions] == ["shed"]
     await stage(5).enter(call("realtime"))
 
 

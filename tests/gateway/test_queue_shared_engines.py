@@ -8,12 +8,14 @@ from typing import Any
 
 from sol.gateway.call import Call
 from sol.gateway.config import GatewayConfig, make_config
+from sol.gateway.gateway import Gateway
 from sol.gateway.parsing import make_call
 from sol.gateway.queue.capacity import FleetCapacity
 from sol.gateway.queue.dispatcher import Dispatcher
 from sol.gateway.queue.fair import Waiter
 from sol.gateway.routing.engine import Engine, Flight
 from sol.gateway.routing.fleet import Fleet
+from sol.gateway.sla.autoscaling import model_load
 
 TEN = {"max_in_flight": 10}
 
@@ -87,6 +89,24 @@ def test_what_an_engine_that_is_left_out_still_has_keeps_nobody_from_the_others(
         sent(dispatcher, fleet.engines["a"], "m", "batch")
     fleet.engines["a"].breaker.open(time.monotonic())  # it hangs, with all that it has
     assert offer(dispatcher, "m", "batch").state == "granted"
+
+
+def test_who_waits_for_one_model_does_not_wait_for_another_that_shares_its_engines() -> None:
+    gateway = Gateway(
+        make_config(
+            {
+                "models": [{"name": "x", "engines": ["a"]}, {"name": "y", "engines": ["a", "b"]}],
+                "engines": [{"name": name, "url": "http://127.0.0.1:1", "max_in_flight": 1} for name in "ab"],
+            }
+        )
+    )
+    dispatcher, engine = gateway.queue.dispatchers["x"], gateway.fleet.engines["a"]
+    flight = sent(dispatcher, engine, "x", "interactive")
+    waits = offer(dispatcher, "x", "interactive")
+    waits.arrived -= 5.0
+    assert model_load(gateway, "x").wait_seconds >= 5.0
+    assert model_load(gateway, "y").wait_seconds == 0.0
+    flight.end("ok")
 
 
 def test_what_is_on_its_way_to_other_engines_takes_no_place_here() -> None:

@@ -2,7 +2,8 @@
 
 The next step is taken when its condition has held for `after` seconds without a break, and taken back when all that it
 looks at has been well below its bounds for `recover_after` seconds. One step at a time, each with a wait of its own:
-what a step does shows in the signals only later, and a ladder that does not wait for that swings.
+what a step does shows in the signals only later, and a ladder that does not wait for that swings. While the signal that
+a step was taken for is absent, the step stays: engines that are too busy to say how they are have not recovered.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Ladder:
         """Steps that are taken: the first so many."""
         self.reason = ""
         """What decided the last change."""
+        self._taken_for: list[str] = []
+        """Of each step that is taken, the signal."""
         self._pressed_since: float | None = None
         self._calm_since: float | None = None
 
@@ -45,22 +48,26 @@ class Ladder:
         if self.level == len(self.steps):
             return False
         step = self.steps[self.level]
-        reason = _exceeds(measured, step.when, 1.0)
-        if not reason:
+        signal = _exceeds(measured, step.when, 1.0)
+        if signal is None:
             self._pressed_since = None
             return False
         if self._pressed_since is None:
             self._pressed_since = now
         if now - self._pressed_since < step.after:
             return False
-        self._change(self.level + 1, reason)
+        self._taken_for[self.level :] = [signal]
+        value, bound = getattr(measured, signal), getattr(step.when, signal)
+        self._change(self.level + 1, f"{signal} {value:.3g} (bound {bound:g})")
         return True
 
     def _up(self, measured: Measured, now: float) -> bool:
         if not self.level:
             return False
         step = self.steps[self.level - 1]
-        if _exceeds(measured, step.when, step.recover_below):
+        taken_for = self._taken_for[self.level - 1] if self.level <= len(self._taken_for) else None
+        absent = taken_for is not None and getattr(measured, taken_for) is None
+        if absent or _exceeds(measured, step.when, step.recover_below) is not None:
             self._calm_since = None
             return False
         if self._calm_since is None:
@@ -75,10 +82,10 @@ class Ladder:
         self._pressed_since = self._calm_since = None
 
 
-def _exceeds(measured: Measured, bounds: Pressure, part: float) -> str:
-    """The first that is at or above its bound (or this part of it), for people; empty: none."""
+def _exceeds(measured: Measured, bounds: Pressure, part: float) -> str | None:
+    """The name of the first signal that is at or above its bound (or this part of it); None: none is."""
     for name in ("burn_rate", "wait_seconds", "utilisation", "kv_usage"):
         value, bound = getattr(measured, name), getattr(bounds, name)
         if value is not None and bound is not None and value >= bound * part:
-            return f"{name} {value:.3g} (bound {bound:g})"
-    return ""
+            return name
+    return None

@@ -72,15 +72,15 @@ class DegradeStage:
         done: list[str] = []
         # The last of a kind counts: further down, answers are shorter, and models smaller.
         steps = {step.action: step for step in ladder.taken if step.applies(model, call.class_name)}
+        if "shed" in steps:
+            self._count(model, "shed")
+            call.decide(self.name, "shed", "refuse", ladder.reason)
+            raise LoadShedError(
+                f"requests of the class {call.class_name} are not taken for the moment: the model {model} has more "
+                "to do than its engines can; try again later",
+                wait=_RETRY_AFTER,
+            )
         for action, step in steps.items():
-            if action == "shed":
-                self._count(model, action)
-                call.decide(self.name, action, "refuse", ladder.reason)
-                raise LoadShedError(
-                    f"requests of the class {call.class_name} are not taken for the moment: the model {model} has more "
-                    "to do than its engines can; try again later",
-                    wait=_RETRY_AFTER,
-                )
             if self._do(step, call):
                 done.append(action)
                 self._count(model, action)

@@ -110,9 +110,10 @@ class Dispatcher:
         active = sum(share for name, share in self._shares.items() if name == class_name or self._waits(name))
         return mine * active / (rate * self._shares[class_name])
 
-    def longest_wait(self, now: float, class_name: str) -> float:
-        """Seconds that the next of its waiting requests has waited."""
-        nexts = (self.queue.next_of(class_name, model) for model in self.models)
+    def longest_wait(self, now: float, class_name: str, model: str | None = None) -> float:
+        """Seconds that the next of its waiting requests has waited: of those for this model, or of all."""
+        models = self.models if model is None else (model,)
+        nexts = (self.queue.next_of(class_name, each) for each in models)
         return max((now - waiter.arrived for waiter in nexts if waiter is not None), default=0.0)
 
     def num_waiting(self, model: str | None = None) -> dict[str, int]:

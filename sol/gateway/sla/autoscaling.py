@@ -52,8 +52,7 @@ def model_load(gateway: Gateway, model: str) -> ModelLoad:
     askable = pool.askable(now).engines
     dispatcher = gateway.queue.dispatchers[model]
     waiting = dispatcher.num_waiting(model)
-    age = gateway.config.routing.signal_age
-    fresh = [engine.signals for engine in askable if engine.signals is not None and engine.signals.age(now) <= age]
+    fresh = [signals for engine in askable if (signals := engine.fresh_signals(now)) is not None]
     usages = [signals.kv_usage for signals in fresh if signals.kv_usage is not None]
     total = gateway.queue.capacity.total(model)
     credits_ = None if math.isinf(total) else int(total)
@@ -67,13 +66,13 @@ def model_load(gateway: Gateway, model: str) -> ModelLoad:
         in_flight=in_flight,
         credits=credits_,
         waiting=waiting,
-        wait_seconds=max(dispatcher.longest_wait(now, name) for name in ("realtime", "interactive")),
+        wait_seconds=max(dispatcher.longest_wait(now, name, model) for name in ("realtime", "interactive")),
         utilisation=demand / credits_ if credits_ else None,
         kv_usage=sum(usages) / len(usages) if usages else None,
         burn_rate=burn_rate,
         signals_missing=[
             engine.name for engine in pool.engines
-            if engine.driver.metrics_path is not None and (engine.signals is None or engine.signals.age(now) > age)
+            if engine.has_metrics and engine.fresh_signals(now) is None
         ],
         desired_engines=desired_engines(len(askable), demand, credits_, burn_rate, usages),
     )  # fmt: skip
