@@ -4,8 +4,8 @@ another is told?
     python benchmarks/server_mix.py [--quick] [--json FILE] [--model MODEL] [--clients N] [--seconds N] [--seed N]
 
 Every request is first answered alone. Then all clients ask at once, each of them one thing after another: chats,
-completions, seeded sampling, several choices, stop strings, penalties, logprobs, long prompts, conversations, half of
-them streamed. One in eight leaves before it has its answer, one in eight sends
+completions, seeded sampling, several choices, stop strings, penalties, logprobs, long prompts, conversations, JSON by a
+schema and calls of tools, half of them streamed. One in eight leaves before it has its answer, one in eight sends
 something wrong. The model is a tiny one with random weights (`tiny_server.py`), so that the server is asked hundreds of
 times a second. The KV cache is smaller than what the clients ask for together, so that requests are preempted.
 
@@ -42,6 +42,7 @@ from server_mix_jobs import (
     make_jobs,
     read_stream,
     read_whole,
+    structured_jobs,
     with_stop,
     wrong_requests,
 )
@@ -209,11 +210,11 @@ async def margins_of(session: aiohttp.ClientSession, url: str, job: Job) -> list
     ]
 
 
-def has_form(answer: Answer) -> bool:
-    """Whether it is JSON with the fields of `SCHEMA`, if it was not cut."""
+def has_form(job: Job, answer: Answer) -> bool:
+    """Whether it is what was asked for, unless it was cut."""
     for text in answer:
         if text.reason != "length":
-            value = json.loads(text.text if not text.calls else text.calls[0][1])
+            value = json.loads(text.calls[0][1] if "tools" in job.body else text.text)
             if set(value) != set(SCHEMA["required"]):
                 return False
     return True
@@ -225,7 +226,7 @@ async def answer_alone(session: aiohttp.ClientSession, mix: Mix, jobs: list[Job]
         answer = await answer_of(session, mix.url, job, streams=False)
         if answer is None or isinstance(answer, str):
             raise RuntimeError(f"{job.kind} was not answered: {answer}")
-        if job.is_json and not has_form(answer):
+        if job.is_json and not has_form(job, answer):
             mix.fail(job.kind, "form", repr(answer))
         margins = await margins_of(session, mix.url, job)
         if margins is not None:
@@ -280,7 +281,7 @@ async def run(served: TinyServer, args: argparse.Namespace, report: Report) -> N
     mix = Mix(served.url, args.seed, 0.0, [], wrong_requests(), {})
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-        await answer_alone(session, mix, make_jobs(args.seed), report)
+        await answer_alone(session, mix, make_jobs(args.seed) + structured_jobs(args.seed), report)
         begin = time.monotonic()
         mix.until = begin + args.seconds
         watching = asyncio.create_task(watch_memory(served, mix.until, args.seconds / 60))
@@ -312,7 +313,7 @@ async def run(served: TinyServer, args: argparse.Namespace, report: Report) -> N
     for name in LEFT:
         report.at_most(f"left: {name.removeprefix('vllm:')}", left[name], 0)
     report.at_most("resident_growth", growth(resident), 0.05)
-    if args.model is None:
+    if args.model is None and not args.quick:
         report.at_least("preemptions", numbers["vllm:num_preemptions_total"], 1)
     for example in mix.examples:
         print(example)

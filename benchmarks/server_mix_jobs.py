@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
@@ -37,10 +37,8 @@ class Job:
     body: Mapping[str, Any]
     goes_on: bool = False
     """With a second turn, by `previous_response_id`."""
-    finds: Mapping[str, Any] = field(default_factory=dict)
-    """Of `error`: what the answer must be where the request is wrong."""
     is_json: bool = False
-    """The text has to be JSON; `required` fields of `SCHEMA` among it."""
+    """The text, or what it calls a tool with, has to be JSON with the fields of `SCHEMA`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +108,13 @@ def structured_jobs(seed: int) -> list[Job]:
         seeded = {"model": NAME, "temperature": 1.0, "seed": seed + number, "messages": say(f"Describe {subject}.")}
         jobs += [
             Job("schema", CHAT, {**seeded, "max_tokens": 120, "response_format": form}, is_json=True),
-            Job("tools", CHAT, {**seeded, "max_tokens": 160, "tools": [TOOL], "tool_choice": "required"}),
-        ]
+            Job(
+                "tools", CHAT,
+                {**seeded, "max_tokens": 160, "tools": [TOOL], "tool_choice": "required",
+                 "parallel_tool_calls": False},
+                is_json=True,
+            ),
+        ]  # fmt: skip
     return jobs
 
 
