@@ -160,6 +160,9 @@ class GatewayConfig(Section):
             for name in task.engines:
                 if name not in engines:
                     raise ValueError(f"routing.tasks: {task.name}: there is no engine {name!r}; {_known(engines)}")
+            for name in (name for rule in task.when for name in rule.models):
+                if name not in models:
+                    raise ValueError(f"routing.tasks: {task.name}: there is no model {name!r}; {_known(models)}")
         for name in sorted({*self.prices, *self.limits.model_names}):
             if name not in models:
                 raise ValueError(f"prices and limits: there is no model {name!r}; {_known(models)}")

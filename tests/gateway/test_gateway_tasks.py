@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import time
 from typing import Any
 
@@ -26,7 +28,7 @@ TASKS = [
 def make_stage(judge: Any = None, **routing: Any) -> RouteStage:
     config = make_config(
         {
-            "models": [{"name": "m", "engines": ["a", "b"]}],
+            "models": [{"name": "m", "aliases": ["alias"], "engines": ["a", "b"]}],
             "engines": [{"name": name, "url": "http://127.0.0.1:1", "driver": "sol"} for name in "ab"],
             "routing": {"tasks": TASKS, **routing},
         }
@@ -74,6 +76,58 @@ async def test_a_classifier_is_asked_where_no_rule_fits_and_may_fail() -> None:
         make_stage(classifier="nowhere_at_all:f")
 
 
+async def test_a_classifier_that_hangs_holds_nobody_up_and_nothing_piles_up_behind_it() -> None:
+    go_on, asked = threading.Event(), []
+
+    def hangs(text: str) -> str:
+        asked.append(text)
+        go_on.wait(60)
+        return "asked"
+
+    stage = make_stage(hangs, classifier_budget=0.01)
+    calls = await asyncio.gather(*(classified(stage, f"do {number}") for number in range(200)))
+    assert {call.task for call in calls} == {None}
+    assert len(asked) < 10
+    go_on.set()  # it is well again, and is asked again
+    patient = make_stage(lambda _: "asked")
+    assert (await classified(patient, "do")).task == "asked"
+
+    async def asked_again() -> bool:
+        return (await classified(stage, "again")).task == "asked"
+
+    for _ in range(1000):
+        if await asked_again():
+            break
+    else:
+        pytest.fail("it was never asked again")
+
+
+@pytest.mark.parametrize("answer", ["nothing", "", 7, ["asked"], {"task": "asked"}])
+async def test_a_classifier_that_names_no_task_names_none(answer: Any) -> None:
+    assert (await classified(make_stage(lambda _: answer), "do")).task is None
+
+
+async def test_rules_name_models_by_their_own_names_whatever_a_client_calls_them() -> None:
+    tasks = [{"name": "t", "when": [{"models": ["m"]}], "engines": ["a"]}]
+    stage = make_stage(tasks=tasks)
+    body = json.dumps({"model": "alias", "prompt": "x"}).encode()
+    call = make_call("/v1/completions", {}, body, call_id="x", arrived=time.monotonic())
+    await stage.enter(call)
+    assert call.task == "t"
+    with pytest.raises(ConfigError, match="there is no model 'alias'"):
+        make_stage(tasks=[{"name": "t", "when": [{"models": ["alias"]}], "engines": ["a"]}])
+
+
+async def test_a_text_that_was_made_to_be_slow_is_searched_in_linear_time() -> None:
+    # A backtracking search takes minutes for this; the test's only clock is everybody's patience.
+    stage = make_stage(tasks=[{"name": "t", "when": [{"pattern": "(a+)+$"}], "engines": ["a"]}])
+    assert (await classified(stage, "a" * 5000 + "b")).task is None
+    assert (await classified(stage, "b" + "a" * 50)).task == "t"
+    for pattern in ("(", r"(?<=x)y", r"(a)\1"):
+        with pytest.raises(ConfigError, match="pattern"):
+            make_stage(tasks=[{"name": "t", "when": [{"pattern": pattern}], "engines": ["a"]}])
+
+
 def answered(drafter: str, speedup: float | None) -> Outcome:
     speculation = {"steps": 10, "tokens_per_step": 2.0, "speedup": speedup, "drafters": {drafter: {"drafts": 5}}}
     return Outcome(status=200, usage=Usage(prompt_tokens=1, completion_tokens=20, speculation=speculation))
@@ -92,6 +146,19 @@ async def test_the_drafter_that_is_worth_most_is_chosen_and_the_others_are_looke
     assert chosen[:10].count("suffix") == 5
     assert 250 < chosen.count("ngram") < 300
     assert stage.worth["asked"].measured["ngram"] == pytest.approx(1.9)
+
+
+async def test_a_drafter_that_never_drafts_is_not_chosen_for_ever() -> None:
+    stage = make_stage()
+    chosen = []
+    for _ in range(100):
+        call = await classified(stage, "x", {"x-sol-task": "asked"})
+        assert call.drafter is not None
+        chosen.append(call.drafter)
+        # `suffix` found nothing to draft, or the engine's controller did not let it.
+        await stage.leave(call, answered("ngram", 1.5) if call.drafter == "ngram" else answered("other", 1.0))
+    assert chosen.count("suffix") < 30
+    assert stage.worth["asked"].measured == {"ngram": pytest.approx(1.5)}
 
 
 def test_what_was_refused_is_worth_nothing() -> None:

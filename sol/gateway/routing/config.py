@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from sol.gateway.filters.expressions import ExpressionError, compile_expression
 from sol.gateway.section import Section
 
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
@@ -67,7 +67,7 @@ class TaskRule(Section):
     contains: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Any of these in the texts of the request."""
     pattern: str | None = Field(default=None, min_length=1)
-    """A regular expression that finds something in one of the texts."""
+    """A regular expression, in RE2's syntax, that finds something in one of the texts."""
     min_input_tokens: int | None = Field(default=None, ge=0)
     max_input_tokens: int | None = Field(default=None, ge=0)
 
@@ -79,10 +79,11 @@ class TaskRule(Section):
     @field_validator("pattern")
     @classmethod
     def _compiles(cls, pattern: str | None) -> str | None:
-        try:
-            re.compile(pattern or "")
-        except re.error as error:
-            raise ValueError(f"is not a regular expression: {error}") from None
+        if pattern is not None:
+            try:
+                compile_expression(pattern)
+            except ExpressionError as error:
+                raise ValueError(f"is not a regular expression: {error}") from None
         return pattern
 
     @model_validator(mode="after")
@@ -121,8 +122,10 @@ class RoutingConfig(Section):
     task_header: Annotated[str, Field(min_length=1)] = "x-sol-task"
     """A client that names a task in it decides for itself."""
     classifier: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """`module:function`: given a call's text, the name of its task or None. Asked where no rule fits; a text is given
-    to it in a thread, so that it may take its time."""
+    """`module:function`: given a call's text, the name of its task or None. Asked where no rule fits, in one of four
+    threads."""
+    classifier_budget: Seconds = 1.0
+    """How long an answer of it is waited for; a call whose task it does not name in time has none."""
     signal_age: Seconds = 10.0
     """How old what an engine said of its queue may be; older figures are not used."""
 

@@ -7,30 +7,24 @@ drafters of a task the one whose drafts were worth most is taken; what they are 
 
 from __future__ import annotations
 
-import asyncio
 import importlib
-import logging
 import random
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from sol.errors import ConfigError, RequestError
 from sol.gateway.call import Call, Outcome, Usage
+from sol.gateway.filters.expressions import compile_expression
 from sol.gateway.routing.affinity import prefix_key
+from sol.gateway.routing.asking import Asking, Classifier
 from sol.gateway.routing.config import RoutingConfig, TaskConfig, TaskRule
 from sol.gateway.routing.fleet import Fleet
-
-logger = logging.getLogger("sol.gateway")
-
-Classifier = Callable[[str], str | None]
-"""Text to the name of a task. Called in a thread."""
 
 _ALPHA: Final = 0.1
 _MIN_SAMPLES: Final = 5
 """Of each drafter, before they are compared."""
 _MAX_TEXT: Final = 8192
-"""Characters that a classifier is given."""
+"""Characters that a classifier is given, and of each text those that expressions are looked for in."""
 
 
 class Worth:
@@ -63,6 +57,12 @@ class Worth:
             old = self._means.get(drafter, value)
             self._means[drafter] = old + _ALPHA * (value - old)
 
+    def idle(self, drafter: str) -> None:
+        """It was chosen and drafted nothing, of which there is nothing to measure: that it was tried, counts, or it
+        would be tried for ever."""
+        if drafter in self._counts:
+            self._counts[drafter] += 1
+
     def refused(self, drafter: str) -> None:
         """The engine does not have it, or it failed: others first, and it last."""
         if drafter in self._counts:
@@ -82,7 +82,8 @@ class RouteStage:
         self._header = config.task_header.lower()
         self._tasks = {task.name: task for task in config.tasks}
         self._rules = [(task, [_Rule(rule) for rule in task.when]) for task in config.tasks]
-        self._classifier = classifier or (_load(config.classifier) if config.classifier is not None else None)
+        classifier = classifier or (_load(config.classifier) if config.classifier is not None else None)
+        self._asking = Asking(classifier, config.classifier_budget) if classifier is not None else None
         self.worth = {task.name: Worth(task.drafters, task.explore) for task in config.tasks}
 
     async def enter(self, call: Call) -> None:
@@ -110,7 +111,9 @@ class RouteStage:
         value = tokens_per_step(outcome.usage, call.drafter)
         if value is not None:
             worth.observe(call.drafter, value)
-            call.drafter = None  # a second `leave` counts nothing
+        else:
+            worth.idle(call.drafter)
+        call.drafter = None  # a second `leave` counts nothing
 
     def drafter_refused(self, call: Call) -> None:
         """The engine does not have the drafter that was chosen: the call goes on without one."""
@@ -121,6 +124,7 @@ class RouteStage:
         call.drafter = None
 
     async def _find(self, call: Call) -> tuple[TaskConfig | None, str]:
+        model = self._fleet.canonical[call.model]
         named = call.headers.get(self._header)
         if named is not None:
             if named not in self._tasks:
@@ -130,27 +134,23 @@ class RouteStage:
             return self._tasks[named], "header"
         for task, rules in self._rules:
             for index, rule in enumerate(rules):
-                if rule.fits(call):
+                if rule.fits(call, model):
                     return task, f"when[{index}]"
-        if self._classifier is not None:
-            text = "\n".join(call.text())[:_MAX_TEXT]
-            try:
-                found = await asyncio.to_thread(self._classifier, text)
-            except Exception:  # advice that does not come: the call is answered without it
-                logger.exception("the classifier of tasks failed")
-                return None, ""
-            return self._tasks.get(found or ""), "classifier"
+        if self._asking is not None:
+            found = await self._asking.ask("\n".join(call.text())[:_MAX_TEXT])
+            return (self._tasks.get(found) if isinstance(found, str) else None), "classifier"
         return None, ""
 
 
 class _Rule:
     def __init__(self, rule: TaskRule) -> None:
         self._rule = rule
-        self._pattern = re.compile(rule.pattern) if rule.pattern is not None else None
+        self._pattern = compile_expression(rule.pattern) if rule.pattern is not None else None
 
-    def fits(self, call: Call) -> bool:
+    def fits(self, call: Call, model: str) -> bool:
+        """`model`: what the call's model is called, whichever name of it the client used."""
         rule = self._rule
-        if rule.models and call.model not in rule.models:
+        if rule.models and model not in rule.models:
             return False
         if any(call.headers.get(name) != value for name, value in rule.headers.items()):
             return False
