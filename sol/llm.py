@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 from sol.config import DEFAULT_MODEL, EngineConfig, Quantization, Speculation
 from sol.engine.types import FinishReason, SpeculationParams, SpeculationUsage, TokenLogprobs
 from sol.errors import ConfigError, RequestError
+from sol.grammar import Grammar
 from sol.interrupt import Interrupt
 from sol.local import LocalEngine, Piece
 from sol.progress import Progress
@@ -112,6 +113,11 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Compile what `SamplingParams.grammar` is to be, which is then kept. Raises `RequestError` naming the feature
+        that is not supported."""
+        self._engine.check_grammar(grammar)
 
     def generate(
         self,

@@ -22,6 +22,7 @@ from sol.engine.types import (
     TokenLogprobs,
 )
 from sol.errors import ConfigError, ContextLengthError, RequestError, SolError
+from sol.grammar import Grammar
 from sol.models.source import resolve_configured
 from sol.sampling_params import SamplingParams
 from sol.seeds import SeedSource
@@ -74,7 +75,7 @@ class LocalEngine:
         core = build_core(config, progress=progress)
         self.info = core.info
         self._client = InProcessClient(core)
-        self._check_grammar = core.check_grammar
+        self._compile_grammar = core.check_grammar
         self._seeds = SeedSource(config.seed)
         self._numbers = itertools.count()
 
@@ -136,6 +137,13 @@ class LocalEngine:
         finally:
             self._client.abort(list(choices))
 
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Raise `RequestError` for one that cannot be compiled."""
+        try:
+            self._compile_grammar(grammar)
+        except RequestError as error:
+            raise RequestError(f"grammar: {error.message}", param="grammar") from None
+
     def close(self) -> None:
         self._client.close()
 
@@ -182,10 +190,7 @@ class LocalEngine:
             )
         params.check_vocabulary(self.info.vocab_size)
         if params.grammar is not None:
-            try:
-                self._check_grammar(params.grammar)
-            except RequestError as error:
-                raise RequestError(f"grammar: {error.message}", param="grammar") from None
+            self.check_grammar(params.grammar)
 
     def _take(self, choice: _Choice, output: RequestOutput) -> Piece:
         if output.finish_reason == "error":
