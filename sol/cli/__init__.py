@@ -38,7 +38,7 @@ _SERVE_EXTRA = frozenset(
 )  # fmt: skip
 """The import names of pyproject's `serve` extra."""
 
-_GATEWAY_EXTRA = frozenset({"ahocorasick", "aiohttp", "aiosqlite", "asyncpg", "re2", "redis", "sqlalchemy"})
+_GATEWAY_EXTRA = frozenset({"ahocorasick", "aiohappyeyeballs", "aiosqlite", "asyncpg", "re2", "redis", "sqlalchemy"})
 """Of its `gateway` extra, those that are not in `serve`."""
 
 _EXTRAS = {"serve": _SERVE_EXTRA, "gateway": _GATEWAY_EXTRA, "tune": frozenset({"optuna"})}

@@ -21,6 +21,7 @@ from sol.gateway.relay.config import RelayConfig
 from sol.gateway.routing.config import RoutingConfig
 from sol.gateway.section import Expanded, Section
 from sol.gateway.sla.config import SlaConfig
+from sol.gateway.upstream.head import check_header
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s]+$")]
 Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
@@ -66,7 +67,8 @@ class EngineEntry(Section):
         try:
             parts = urlsplit(url)
             sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # a port that is no number
+            (parts.hostname or "").encode("idna")
+        except ValueError:  # a port that is no number, a label that is too long
             sound = False
         if not sound or parts.query or parts.fragment:
             raise ValueError("must be a URL like http://127.0.0.1:8000")
@@ -89,6 +91,17 @@ class EngineEntry(Section):
     def _is_somewhere(self) -> Self:
         if self.url is None and self.spec is None:
             raise ValueError("needs a url, or a spec for `sol up` to start it from")
+        return self
+
+    @model_validator(mode="after")
+    def _headers_are_some(self) -> Self:
+        for name, value in self.headers.items():
+            check_header(name, value)
+        if self.api_key is not None:
+            try:
+                check_header("authorization", f"Bearer {self.api_key}")
+            except ValueError:
+                raise ValueError("api_key has a control character, or spaces around it; remove them") from None
         return self
 
 

@@ -109,13 +109,13 @@ class Gateway:
         return stages
 
     async def start(self) -> None:
-        session = self.relay.start()
+        upstreams = self.relay.start()
         try:
             await self.pipeline.start()
         except BaseException:
             await self.relay.close()
             raise
-        self._prober.start(session)
+        self._prober.start(upstreams)
 
     async def close(self) -> None:
         await self._prober.close()

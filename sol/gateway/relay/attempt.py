@@ -13,8 +13,6 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-import aiohttp
-
 from sol.gateway.call import Call, Usage
 from sol.gateway.errors import (
     DeadlineError,
@@ -26,16 +24,18 @@ from sol.gateway.errors import (
 )
 from sol.gateway.parsing import COMPLETIONS
 from sol.gateway.relay.config import RelayConfig
-from sol.gateway.relay.request import asks_for_running_usage, body_for, headers_for, hides_usage
+from sol.gateway.relay.request import Door, asks_for_running_usage, body_for, hides_usage, lines_for
 from sol.gateway.relay.sse import EventScanner, usage_in
 from sol.gateway.reply import Reply
 from sol.gateway.routing.engine import Engine, Flight, Verdict
+from sol.gateway.upstream.connection import Response
+from sol.gateway.upstream.errors import ConnectTimeoutError, MalformedError, UnreachableError, UpstreamHttpError
 
 _KEPT: Final = frozenset(
     {b"content-type", b"cache-control", b"retry-after", b"retry-after-ms", b"x-should-retry", b"openai-processing-ms"}
 )
 """Of an engine's response headers."""
-_END_SECONDS: Final = 1.0
+_MAX_USAGE_BYTES: Final = 2**20
 _LAST_WORD_SECONDS: Final = 2.0
 _USAGE_SECONDS: Final = 1.0
 _USAGE_PAUSES: Final = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
@@ -73,17 +73,18 @@ class Answer:
 
 
 class Attempt:
-    def __init__(self, call: Call, engine: Engine, model: str, config: RelayConfig, reply: Reply) -> None:
+    def __init__(self, call: Call, engine: Engine, model: str, config: RelayConfig, reply: Reply, door: Door) -> None:
         self._call = call
         self._engine = engine
         self._model = model
         self._config = config
         self._reply = reply
+        self._door = door
         self._sending = False
         self._scanner: EventScanner | None = None
         self._usage_key = f"{_keys.getrandbits(128):032x}" if engine.driver.name == "sol" else None
 
-    async def run(self, session: aiohttp.ClientSession) -> Answer | None:
+    async def run(self) -> Answer | None:
         """Ask the engine. A stream is passed to the client as it comes, and None returned; anything else is returned.
 
         Raises `Unanswered`, `ClientStalled`, or a GatewayError where the request may have been worked on. Once the
@@ -92,39 +93,39 @@ class Attempt:
         flight = self._engine.begin(self._call)
         verdict: Verdict = "neutral"
         try:
-            answer = await self._run(session, flight)
+            answer = await self._run(flight)
             verdict = "fault" if answer is not None and answer.status >= 500 else "ok"
             return answer
         except (Unanswered, UpstreamError, UpstreamTimeoutError) as error:
             # That a client is in a hurry is not the engine's fault.
             verdict = "neutral" if isinstance(error, DeadlineError) else "fault"
             if not isinstance(error, Unanswered):
-                await self._ask_for_usage(session)
+                await self._ask_for_usage()
             raise
         except (asyncio.CancelledError, ClientStalled):
-            await self._ask_for_usage(session)
+            await self._ask_for_usage()
             raise
         finally:
             self._account()
             self._call.usage_so_far = None  # it refers to this, and this to the call
             flight.end(verdict)
 
-    async def _run(self, session: aiohttp.ClientSession, flight: Flight) -> Answer | None:
+    async def _run(self, flight: Flight) -> Answer | None:
         call, config = self._call, self._config
         now = time.monotonic()
         until = now + config.first_byte_timeout
         if call.deadline is not None:
             until = min(until, call.deadline)
-        response: aiohttp.ClientResponse | None = None
+        response: Response | None = None
         try:
             async with asyncio.timeout_at(until) as limit:
-                response = await session.post(
-                    self._engine.base_url + call.path,
-                    data=body_for(call, self._engine, self._model),
-                    headers=headers_for(call, self._engine, self._usage_key),
-                    allow_redirects=False,
+                door = self._door
+                response = await door.origin.post(
+                    door.opening(call.path),
+                    lines_for(call, self._usage_key),
+                    body_for(call, self._engine, self._model),
                 )
-                if response.status == 200 and response.content_type == "text/event-stream":
+                if response.status == 200 and response.content_type == b"text/event-stream":
                     await self._stream(response, flight, limit)
                     return None
                 body = await self._whole(response)
@@ -134,21 +135,19 @@ class Attempt:
                     for output in call.output_filters:
                         body = output.feed(body) + output.finish()
                 return self._answer(response, body)
-        except aiohttp.ConnectionTimeoutError:
-            raise Unanswered(self._unreachable("does not take connections")) from None
+        except ConnectTimeoutError as error:
+            raise Unanswered(self._unreachable(str(error))) from None
+        except UnreachableError as error:
+            raise Unanswered(self._unreachable(f"cannot be reached ({error})")) from None
         except TimeoutError:
             raise self._timed_out(until) from None
-        except aiohttp.ClientConnectorError as error:
-            raise Unanswered(
-                self._unreachable(f"cannot be reached ({error.os_error.strerror or 'no connection'})")
-            ) from None
-        except (aiohttp.ClientError, OSError):
-            raise self._broken(response) from None
+        except UpstreamHttpError as error:
+            raise self._broken(response, error) from None
         finally:
             if response is not None:
                 response.close()  # of one that was not read to its end, this closes the connection: the engine stops
 
-    async def _stream(self, response: aiohttp.ClientResponse, flight: Flight, limit: asyncio.Timeout) -> None:
+    async def _stream(self, response: Response, flight: Flight, limit: asyncio.Timeout) -> None:
         """The hot loop: what is done here is done for every chunk."""
         call, reply, config = self._call, self._reply, self._config
         self._scanner = scanner = EventScanner(
@@ -157,7 +156,7 @@ class Attempt:
         call.usage_so_far = self._so_far
         clock = asyncio.get_running_loop().time
         pace = call.pace
-        read, engine, feed, write = response.content.readany, self._engine, scanner.feed, reply.write
+        read, engine, feed, write = response.read, self._engine, scanner.feed, reply.write
         rearm_at = 0.0
         while data := await read():
             now = clock()
@@ -199,12 +198,7 @@ class Attempt:
             raise StreamFailed(f"the engine {engine.name} failed in the middle of its answer")
         await reply.end()
         self._sending = False
-        if not response.content.at_eof():
-            # The end of the encoding may come later than the stream's: read, it leaves a connection to be used again.
-            with contextlib.suppress(TimeoutError, aiohttp.ClientError):
-                async with asyncio.timeout(_END_SECONDS):
-                    while await read():
-                        pass
+        response.release()  # the end of the encoding may come later than the stream's
 
     def _filter(self, data: bytes) -> bytes:
         """Filters see events of the answer, not the `[DONE]`: they may hold text back, which comes before it."""
@@ -223,9 +217,9 @@ class Attempt:
             rest = (output.feed(rest) if rest else b"") + output.finish()
         return rest + (b"data: [DONE]\n\n" if self._scanner.done else b"")
 
-    async def _whole(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _whole(self, response: Response) -> bytes:
         parts, size = [], 0
-        while data := await response.content.readany():
+        while data := await response.read():
             self._engine.last_byte_at = time.monotonic()
             parts.append(data)
             size += len(data)
@@ -235,7 +229,7 @@ class Attempt:
                 )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _answer(self, response: aiohttp.ClientResponse, body: bytes) -> Answer:
+    def _answer(self, response: Response, body: bytes) -> Answer:
         """An engine's answer as OpenAI's clients read it: some engines' errors have another form."""
         status = response.status
         if status in (401, 403):
@@ -248,31 +242,30 @@ class Attempt:
             body = error_body(error)
         return Answer(status, headers, body)
 
-    def _stream_headers(self, response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+    def _stream_headers(self, response: Response) -> list[tuple[bytes, bytes]]:
         # nginx would hold the events back.
         return [*self._headers(response), (b"x-accel-buffering", b"no"), *self._call.response_headers]
 
     @staticmethod
-    def _headers(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-        kept = [(name.lower(), value) for name, value in response.raw_headers]
-        return [(name, value) for name, value in kept if name in _KEPT]
+    def _headers(response: Response) -> list[tuple[bytes, bytes]]:
+        return [header for header in response.headers if header[0] in _KEPT]
 
-    async def _ask_for_usage(self, session: aiohttp.ClientSession) -> None:
+    async def _ask_for_usage(self) -> None:
         """Of an engine of ours, what it did for a call that was given up: it stops when it sees the connection closed,
         and only then knows. Of other engines' work what has come is all that is known."""
         scanner = self._scanner
         if self._usage_key is None or (scanner is not None and scanner.done):
             return
-        url = f"{self._engine.base_url}/v1/usage/{self._usage_key}"
-        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+        question = self._door.asking(f"/v1/usage/{self._usage_key}")
+        with contextlib.suppress(TimeoutError, UpstreamHttpError):
             async with asyncio.timeout(_USAGE_SECONDS):
                 for pause in _USAGE_PAUSES:
                     await asyncio.sleep(pause)
-                    async with session.get(url, headers=self._engine.headers, allow_redirects=False) as response:
-                        if response.status == 200:
-                            self._call.usage = usage_in(await response.read()) or self._call.usage
-                        if response.status != 404:
-                            return
+                    status, body = await self._door.origin.get(question, max_bytes=_MAX_USAGE_BYTES)
+                    if status == 200:
+                        self._call.usage = usage_in(body) or self._call.usage
+                    if status != 404:
+                        return
 
     def _account(self) -> None:
         """Set the call's usage: what the engine said, or an estimate of what it did."""
@@ -308,12 +301,13 @@ class Attempt:
             return DeadlineError(f"the engine {name} had not answered when the client's time was over")
         return UpstreamTimeoutError(f"the engine {name} did not answer within {self._config.first_byte_timeout:g} s")
 
-    def _broken(self, response: aiohttp.ClientResponse | None) -> Exception:
+    def _broken(self, response: Response | None, error: UpstreamHttpError) -> Exception:
         """A connection that ended, or bytes that are no HTTP."""
         name = self._engine.name
         if response is None:
             # Not a word came. Engines drop the work of a connection that is gone, so nobody else answers this, too.
-            return Unanswered(UpstreamError(f"the engine {name} closed the connection without an answer"), closed=True)
+            what = "sent what is no HTTP" if isinstance(error, MalformedError) else "closed the connection"
+            return Unanswered(UpstreamError(f"the engine {name} {what} without an answer"), closed=True)
         return UpstreamError(f"the connection to the engine {name} broke in the middle of its answer")
 
 

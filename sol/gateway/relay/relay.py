@@ -11,20 +11,19 @@ import logging
 import time
 from typing import Final
 
-import aiohttp
-
 from sol.errors import SolError
 from sol.gateway.call import Call, Outcome
 from sol.gateway.errors import CLIENT_CLOSED_REQUEST, GatewayError, UpstreamError
 from sol.gateway.relay.attempt import Answer, Attempt, ClientStalled, StreamFailed, Unanswered, fail_stream
 from sol.gateway.relay.budget import RetryBudget
 from sol.gateway.relay.config import RelayConfig
+from sol.gateway.relay.request import Door
 from sol.gateway.reply import Reply
 from sol.gateway.routing.engine import Engine
 from sol.gateway.routing.fleet import Fleet
 from sol.gateway.routing.router import Router
 from sol.gateway.routing.tasks import RouteStage
-from sol.version import __version__
+from sol.gateway.upstream.pool import Upstreams
 
 logger = logging.getLogger("sol.gateway")
 
@@ -37,30 +36,24 @@ class Relay:
         self._router = router
         self._route = route
         self._config = config
-        self._session: aiohttp.ClientSession | None = None
+        self._upstreams: Upstreams | None = None
+        self._doors: dict[str, Door] = {}
         self._budget = RetryBudget(config.retry_budget, time.monotonic())
         self.num_open = 0
         self.num_retries = 0
         """Ever."""
 
-    def start(self) -> aiohttp.ClientSession:
-        """In the event loop that is to be used. The session is for the gateway's other requests to engines, too."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._config.keep_alive, ttl_dns_cache=10)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            # Everything but the connection's establishment is timed by who waits for it.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout),
-            headers={"user-agent": f"sol-gateway/{__version__}", "accept": "*/*"},
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            trust_env=False,
-        )
-        return self._session
+    def start(self) -> Upstreams:
+        """The connections to engines, which are for the gateway's other requests to them, too."""
+        config = self._config
+        self._upstreams = Upstreams(connect_timeout=config.connect_timeout, keep_alive=config.keep_alive)
+        self._doors = {engine.name: Door(engine, self._upstreams.origin(engine.base_url)) for engine in self._fleet}
+        return self._upstreams
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._upstreams is not None:
+            await self._upstreams.close()
+            self._upstreams = None
 
     async def answer(self, call: Call, reply: Reply) -> Outcome:
         """Have the call answered. Raises a SolError where the client was told nothing, which is then to be told to it;
@@ -135,16 +128,16 @@ class Relay:
         raise failed
 
     async def _attempt(self, call: Call, engine: Engine, reply: Reply) -> Answer | None:
-        assert self._session is not None
+        door = self._doors[engine.name]
         model = engine.served_name or self._fleet.pool(call.model).model
         call.attempt += 1
         call.backend = engine.name
-        answer = await Attempt(call, engine, model, self._config, reply).run(self._session)
+        answer = await Attempt(call, engine, model, self._config, reply, door).run()
         if call.drafter is not None and answer is not None and answer.status == 400 and b"speculation" in answer.body:
             # The gateway's own choice is no reason to refuse a client: it gets its answer, drafted otherwise or not.
             self._route.drafter_refused(call)
             call.attempt += 1
-            answer = await Attempt(call, engine, model, self._config, reply).run(self._session)
+            answer = await Attempt(call, engine, model, self._config, reply, door).run()
         return answer
 
     @staticmethod

@@ -8,9 +8,11 @@ import msgspec
 
 from sol.gateway.call import Call
 from sol.gateway.parsing import COMPLETIONS
+from sol.gateway.upstream.head import header_lines
 
 if TYPE_CHECKING:
     from sol.gateway.routing.engine import Engine
+    from sol.gateway.upstream.pool import Origin
 
 _WITH_USAGE: Final = b'{"stream_options":{"include_usage":true},'
 _WITH_RUNNING_USAGE: Final = b'{"stream_options":{"include_usage":true,"continuous_usage_stats":true},'
@@ -66,14 +68,34 @@ def body_for(call: Call, engine: Engine, model: str) -> bytes:
     return msgspec.json.encode({**data, **changed}) if changed else call.body
 
 
-def headers_for(call: Call, engine: Engine, usage_key: str | None) -> dict[str, str]:
-    """`usage_key`: by what the engine is asked for the usage of a call that was given up; None: it cannot be."""
-    headers = {"content-type": "application/json", "accept-encoding": "identity", "x-request-id": call.id}
+class Door:
+    """Where an engine's requests go, and how they begin."""
+
+    def __init__(self, engine: Engine, origin: Origin) -> None:
+        self.origin = origin
+        self._lines = header_lines({"content-type": "application/json", **engine.headers})
+        self._openings: dict[str, bytes] = {}
+
+    def opening(self, path: str) -> bytes:
+        """Of a request to one of the API's paths, of which there are few."""
+        found = self._openings.get(path)
+        if found is None:
+            found = self._openings[path] = self.origin.opening("POST", path, self._lines)
+        return found
+
+    def asking(self, target: str) -> bytes:
+        """Of a GET."""
+        return self.origin.opening("GET", target, self._lines)
+
+
+def lines_for(call: Call, usage_key: str | None) -> bytes:
+    """Those of one request. `usage_key`: by what the engine is asked for the usage of a call that was given up; None:
+    it cannot be."""
+    lines = b"x-request-id: %b\r\n" % call.id.encode()
     if usage_key is not None:
-        headers["x-sol-usage-key"] = usage_key
+        lines += b"x-sol-usage-key: %b\r\n" % usage_key.encode()
+    headers = call.headers
     for name in _PASSED_ON:
-        if name in call.headers:
-            headers[name] = call.headers[name]
-    if engine.headers:
-        headers.update(engine.headers)
-    return headers
+        if name in headers:
+            lines += b"%b: %b\r\n" % (name.encode(), headers[name].encode("latin-1"))
+    return lines
