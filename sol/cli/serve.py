@@ -25,18 +25,25 @@ _SERVER_OPTIONS = {
     "allowed_origins": "allowed_origins", "allowed_methods": "allowed_methods", "allowed_headers": "allowed_headers",
     "allow_credentials": "allow_credentials", "max_queue_len": "max_queue_len", "drain_timeout": "drain_timeout",
     "restart_engine": "restart_engine", "max_stored_responses": "max_stored_responses",
+    "tool_call_parser": "tool_call_parser", "enable_auto_tool_choice": "enable_auto_tool_choice",
+    "reasoning_parser": "reasoning_parser",
     "log_format": "log_format", "enable_log_requests": "enable_log_requests", "max_log_len": "max_log_len",
     "otlp_traces_endpoint": "otlp_traces_endpoint",
 }  # fmt: skip
 """Options that are the server's and not the engine's, and the fields of `ServerConfig` that they are."""
 
 _LOG_FORMATS = ("text", "json")
+_TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
+_REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3")
+"""As in `sol.text.answer_format`, which is not imported to show flags."""
 _WHOLE = ((int,), "a whole number")
 _PLAIN_OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
     "host": ((str,), "an address"), "port": _WHOLE, "max_queue_len": _WHOLE, "restart_engine": _WHOLE,
     "max_stored_responses": _WHOLE, "max_log_len": _WHOLE, "enable_log_requests": ((bool,), "true or false"),
     "log_format": ((str,), "text or json"), "otlp_traces_endpoint": ((str,), "a URL"),
-    "drain_timeout": ((int, float), "a number of seconds"), "allow_credentials": ((bool,), "true or false"),
+    "tool_call_parser": ((str,), "a name"), "enable_auto_tool_choice": ((bool,), "true or false"),
+    "reasoning_parser": ((str,), "a name"), "drain_timeout": ((int, float), "a number of seconds"),
+    "allow_credentials": ((bool,), "true or false"),
 }  # fmt: skip
 """Those that are not words: the types of their values, and what they are called."""
 
@@ -90,6 +97,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-stored-responses", type=whole_number, default=absent, metavar="N",
         help="how many answers of /v1/responses are kept, to be gone on from; the newest (default: 1000)",
+    )  # fmt: skip
+    group.add_argument(
+        "--tool-call-parser", choices=_TOOL_CALL_PARSERS, default=absent,
+        help="in what form the model calls tools (default: auto, as its chat template shows)",
+    )  # fmt: skip
+    group.add_argument(
+        "--enable-auto-tool-choice", action=argparse.BooleanOptionalAction, default=absent,
+        help="the model may choose to call tools (default: yes, if it is known how it does)",
+    )  # fmt: skip
+    group.add_argument(
+        "--reasoning-parser", choices=_REASONING_PARSERS, default=absent,
+        help="how the model marks its reasoning, which is told apart from the content (default: auto, as its chat "
+        "template shows)",
     )  # fmt: skip
     group.add_argument(
         "--log-format", choices=_LOG_FORMATS, default=absent, help="of the log, on stderr (default: text)"

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from pseudo_terminal import terminal
 
-from sol.cli import main
-from sol.cli.serve import curl_line, python_snippet
+from sol.cli import build_parser, main
+from sol.cli.serve import curl_line, python_snippet, server_config
+from sol.errors import ConfigError
+from sol.text.answer_format import REASONING_PARSERS, TOOL_PARSERS
 
 
 def test_what_it_prints_works_as_printed(talking_llama: Path) -> None:
@@ -82,6 +84,33 @@ def test_a_busy_port_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_model_that_is_not_there_ends_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tmp_path), "--port", "0"]) == 2
     assert "sol: error: model" in capsys.readouterr().err
+
+
+def test_a_model_that_is_to_call_tools_in_a_form_that_nobody_knows(
+    talking_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(talking_llama), "--port", "0", "--enable-auto-tool-choice"]) == 2
+    assert "tool-call-parser" in capsys.readouterr().err.replace("_", "-")
+
+
+def test_parsers_of_answers_are_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = build_parser()
+    words = ["--tool-call-parser", "llama3_json", "--enable-auto-tool-choice", "--reasoning-parser", "deepseek_r1"]
+    config = server_config(parser.parse_args(["serve", *words]))
+    assert (config.tool_call_parser, config.enable_auto_tool_choice) == ("llama3_json", True)
+    assert config.reasoning_parser == "deepseek_r1"
+    assert server_config(parser.parse_args(["serve"])).enable_auto_tool_choice is None
+    (tmp_path / "a.json").write_text('{"tool_call_parser": "hermes", "enable_auto_tool_choice": false}')
+    config = server_config(parser.parse_args(["serve", "--config", str(tmp_path / "a.json")]))
+    assert (config.tool_call_parser, config.enable_auto_tool_choice) == ("hermes", False)
+    for flag, known in (("--tool-call-parser", TOOL_PARSERS), ("--reasoning-parser", REASONING_PARSERS)):
+        for name in ("auto", "none", *known):
+            parser.parse_args(["serve", flag, name])
+        with pytest.raises(SystemExit):
+            parser.parse_args(["serve", flag, "other"])
+        (tmp_path / "b.json").write_text(json.dumps({flag[2:].replace("-", "_"): "other"}))
+        with pytest.raises(ConfigError, match="other"):
+            server_config(parser.parse_args(["serve", "--config", str(tmp_path / "b.json")]))
 
 
 def test_what_the_server_logs_is_on_stderr() -> None:
