@@ -1,7 +1,7 @@
 """Random JSON Schemas in the manner of those that people send: forms, records, configurations, API payloads.
 
-Draft 2020-12. Everything in them is bounded in length unless `open_share` says otherwise, so that a model which talks
-nonsense still comes to an end. A known share has one keyword that Sol does not support, and must be refused for it.
+Draft 2020-12. Everything in them is bounded in length, so that a model which talks nonsense still comes to an end. A
+tenth has one keyword that Sol does not support, and must be refused for it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Final
 Schema = dict[str, Any]
 
 NAMES: Final = (
-    "id", "name", "title", "kind", "email", "age", "price", "tags", "items", "address", "city", "zip", "active", "score",
-    "created_at", "unit", "größe", "first name", "x-ref", "a/b", "~state", "$type", "quote\"d", "日付",
+    "id", "name", "title", "kind", "email", "age", "price", "tags", "items", "address", "city", "zip", "active",
+    "score", "created_at", "unit", "größe", "first name", "x-ref", "a/b", "~state", "$type", "quote\"d", "日付",
 )  # fmt: skip
 WORDS: Final = ("red", "green", "blue", "small", "größer", "in progress", "N/A", "1", '"', "a\\b", "émoji 🙂", "")
 PATTERNS: Final = (

@@ -35,13 +35,17 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, *, param: str = "grammar") -> Grammar:
-        """JSON that a JSON Schema allows. `schema` may be written out as JSON."""
+        """JSON that a JSON Schema allows. `schema` may be written out as JSON; True allows everything."""
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:
                 raise RequestError(f"{param} is not JSON: {error}", param=param) from None
-        if not isinstance(schema, (Mapping, bool)):
+        if schema is False:
+            raise RequestError(f"{param} is false, and nothing is as that schema wants it", param=param)
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, Mapping):
             raise RequestError(f"{param} must be a JSON Schema, an object, not {_kind_of(schema)}", param=param)
         try:
             text = json.dumps(schema, ensure_ascii=False)
