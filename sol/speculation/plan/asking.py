@@ -109,19 +109,6 @@ class _Member:
         """How much of the accepted tokens that its scores promise comes true"""
 
 
-class _Turn:
-    """A request whose turn it is in a plan."""
-
-    __slots__ = ("index", "length", "lookup", "model", "model_length", "net", "request", "row")
-
-    def __init__(self, index: int, row: Drafter, request: Request) -> None:
-        self.index, self.row, self.request = index, row, request
-        self.lookup = self.model = -1
-        self.length = self.model_length = 0
-        self.net = 0.0
-        """Tokens that the best of the two is expected to gain"""
-
-
 class Asking:
     def __init__(
         self, drafters: Sequence[str], costs: CostModel, acceptance: Sequence[Acceptance], num_tokens: int
@@ -164,11 +151,14 @@ class Asking:
         if self._has_news(count):
             for request in requests.values():
                 request.turn = 0
-        turns = []
+        turns: list[Request] = []
         for index, row in enumerate(rows):
             request = requests[row.request_id]
             if request.turn <= step:
-                turns.append(_Turn(index, row, request))
+                request.index, request.num_tokens, request.max_tokens = index, row.num_tokens, row.max_tokens
+                request.lookup = request.model = -1
+                request.net = 0.0
+                turns.append(request)
         present = [i for i, member in enumerate(self._members) if member.absent_until <= step]
         if not turns or not present:
             return plans
@@ -185,13 +175,18 @@ class Asking:
         for i in present:
             if not self._members[i].is_lookup:
                 self._consider_model(i, turns, plain, rate, margin)
-        for turn in turns:
-            turn.request.turn = 0 if turn.net > 0.0 else step + _LONGEST_WAIT
+        later = step + _LONGEST_WAIT
+        for request in turns:
+            request.turn = 0 if request.net > 0.0 else later
         for i in present:
             self._probe(i, turns, count, seconds, rate)
-        for turn in turns:
-            if turn.lookup >= 0 or turn.model >= 0:
-                plans[turn.index] = self._plan_of(turn)
+        known = self._plans
+        for request in turns:
+            if request.model >= 0:
+                plans[request.index] = self._plan_of(request)
+            elif request.lookup >= 0:
+                plan = known.get((request.lookup, request.length))
+                plans[request.index] = plan if plan is not None else self._plan_of(request)
         return plans
 
     def _has_news(self, num_requests: int) -> bool:
@@ -208,44 +203,47 @@ class Asking:
                 member.hope = min(member.hope, gain)
         return news
 
-    def _consider_lookup(self, i: int, turns: Sequence[_Turn], rate: float, margin: float) -> None:
+    def _consider_lookup(self, i: int, turns: Sequence[Request], rate: float, margin: float) -> None:
         member = self._members[i]
         price = member.price
         usual = self._usual(member)
-        gain, spread = usual.gain, usual.spread
+        gain, caution = usual.gain, _CAUTION * usual.spread
         per_request = rate * (_DECIDING + price.per_request + price.base / len(turns)) + margin
-        per_unread = rate * price.per_unread
-        for turn in turns:
-            past = turn.request.pasts[i]
+        per_unread, horizon = rate * price.per_unread, self._horizon
+        most, next_step = self._num_tokens, self._step + 1
+        prior, sqrt = _PRIOR_PROPOSALS * gain, math.sqrt
+        # It runs for each request and step, so nothing is looked up or called twice.
+        for request in turns:
+            past = request.pasts[i]
             if past is None:
                 continue
-            unread: float = turn.row.num_tokens - past.num_read
+            unread: float = request.num_tokens - past.num_read
             if unread > _FRESH_TOKENS:
-                unread = _FRESH_TOKENS + (unread - _FRESH_TOKENS) / self._horizon
+                unread = _FRESH_TOKENS + (unread - _FRESH_TOKENS) / horizon
             net = gain
             seen = past.num_gains
             if seen:
-                own = past.gain - _CAUTION * spread / math.sqrt(seen)
-                net = (seen * own + _PRIOR_PROPOSALS * gain) / (seen + _PRIOR_PROPOSALS)
+                net = (seen * (past.gain - caution / sqrt(seen)) + prior) / (seen + _PRIOR_PROPOSALS)
             net -= per_request + per_unread * unread
-            if net > turn.net:
-                turn.net, turn.lookup = net, i
-                turn.length = min(turn.row.max_tokens, self._num_tokens)
+            if net > request.net:
+                request.net, request.lookup = net, i
+                longest = request.max_tokens
+                request.length = longest if longest < most else most
                 past.wait = 1
-                past.next_probe = self._step + 1
+                past.next_probe = next_step
 
-    def _consider_model(self, i: int, turns: Sequence[_Turn], plain: StepShape, rate: float, margin: float) -> None:
+    def _consider_model(self, i: int, turns: Sequence[Request], plain: StepShape, rate: float, margin: float) -> None:
         """Requests with like habits are one group; the best groups may draft, all of them equally far (a model drafts
         for a batch token by token), if that beats drafting nothing."""
         price = self._members[i].price
-        groups: dict[int, list[_Turn]] = {}
-        for turn in turns:
-            past = turn.request.pasts[i]
+        groups: dict[int, list[Request]] = {}
+        for request in turns:
+            past = request.pasts[i]
             if past is not None:
-                groups.setdefault(round(_HABITS * past.habit.log_odds), []).append(turn)
+                groups.setdefault(round(_HABITS * past.habit.log_odds), []).append(request)
         if not groups:
             return
-        longest = min(max(turn.row.max_tokens for turn in turns), self._num_tokens)
+        longest = min(max(request.max_tokens for request in turns), self._num_tokens)
         lengths = [n for n in _MODEL_LENGTHS if n < longest] + [longest]
         rows, plain_seconds = plain.num_logits_rows, self._costs.seconds(plain)
         usual = rows / plain_seconds
@@ -257,7 +255,7 @@ class Asking:
         for number, habit in enumerate(order, start=1):
             members = groups[habit]
             asked += len(members)
-            unread += sum(self._unread(i, turn) for turn in members)
+            unread += sum(self._unread(i, request) for request in members)
             for at, length in enumerate(lengths):
                 gained[at] += len(members) * sum(survivals[habit][:length])
                 drafts = asked * length
@@ -268,40 +266,42 @@ class Asking:
                     best, best_groups, best_length = goodput, number, length
         for habit in order[:best_groups]:
             net = sum(survivals[habit][:best_length]) - best_length * (self.draft_price + rate * price.per_token)
-            for turn in groups[habit]:
-                past = turn.request.pasts[i]
+            for request in groups[habit]:
+                past = request.pasts[i]
                 if past is None:
                     continue
-                if turn.lookup < 0:  # else it is asked only where that finds little, which need not be ever
+                if request.lookup < 0:  # else it is asked only where that finds little, which need not be ever
                     past.wait = 1
                     past.next_probe = self._step + 1
-                if turn.model < 0 or net > turn.net:
-                    turn.model, turn.model_length = i, min(best_length, turn.row.max_tokens)
-                turn.net = max(turn.net, net, 1e-6)
+                if request.model < 0 or net > request.net:
+                    request.model, request.model_length = i, min(best_length, request.max_tokens)
+                request.net = max(request.net, net, 1e-6)
 
-    def _unread(self, i: int, turn: _Turn) -> float:
-        past = turn.request.pasts[i]
-        unread = turn.row.num_tokens - past.num_read if past is not None else 0
+    def _unread(self, i: int, request: Request) -> float:
+        past = request.pasts[i]
+        unread = request.num_tokens - past.num_read if past is not None else 0
         return unread if unread <= _FRESH_TOKENS else _FRESH_TOKENS + (unread - _FRESH_TOKENS) / self._horizon
 
-    def _probe(self, i: int, turns: Sequence[_Turn], num_requests: int, seconds: float, rate: float) -> None:
+    def _probe(self, i: int, turns: Sequence[Request], num_requests: int, seconds: float, rate: float) -> None:
         """Ask drafter `i` for some of those whose turn it is and who do not ask it anyway, as the budget allows."""
         member, step = self._members[i], self._step
         price = member.price
         tokens = self._num_tokens if member.is_lookup else _PROBE_TOKENS
         base = price.base
         spent, most = 0.0, max(_CREDIT_AT_ONCE * self._credit, 0.0)
-        for turn in turns:
-            past, request = turn.request.pasts[i], turn.request
-            if past is None or turn.lookup == i or (turn.model == i and turn.lookup < 0):
+        for request in turns:
+            if request.lookup == i:
+                continue
+            past = request.pasts[i]
+            if past is None or (request.model == i and request.lookup < 0):
                 continue
             if past.next_probe > step:
                 request.turn = min(request.turn, past.next_probe)
                 continue
-            unread = turn.row.num_tokens - past.num_read
+            unread = request.num_tokens - past.num_read
             cost = price.per_request + price.per_token * tokens + price.per_unread * unread
             # In place of a drafter that pays, this one also costs what that would have gained.
-            total = cost + base + max(turn.net, 0.0) / rate
+            total = cost + base + max(request.net, 0.0) / rate
             if spent + total > most and (spent or total > self._credit):
                 request.turn = min(request.turn, step + _NO_CREDIT_STEPS)
                 continue
@@ -313,30 +313,30 @@ class Asking:
             past.wait = min(2 * past.wait, longest)
             request.turn = min(request.turn, past.next_probe)
             base = 0.0
-            length = min(turn.row.max_tokens, tokens)
+            length = min(request.max_tokens, tokens)
             if member.is_lookup:
-                turn.lookup, turn.length = i, length
+                request.lookup, request.length = i, length
             else:
-                turn.lookup, turn.model, turn.model_length = -1, i, length
+                request.lookup, request.model, request.model_length = -1, i, length
         self._credit -= spent
 
-    def _plan_of(self, turn: _Turn) -> ProposalPlan:
+    def _plan_of(self, request: Request) -> ProposalPlan:
         """A lookup is asked first where both are worth it, or one of them is tried: it costs next to nothing."""
-        lookup, model = turn.lookup, turn.model
+        lookup, model = request.lookup, request.model
         if lookup < 0 or model < 0:
-            key = (lookup, turn.length) if lookup >= 0 else (model, turn.model_length)
+            key = (lookup, request.length) if lookup >= 0 else (model, request.model_length)
             plan = self._plans.get(key)
             if plan is None:
                 plan = self._plans[key] = ProposalPlan(drafter=self._members[key[0]].name, max_tokens=key[1])
             return plan
         first, second = self._members[lookup], self._members[model]
         # The first one's scores are compared with this, and they are not calibrated.
-        trust = turn.net / max(first.honesty, _LEAST_TRUST)
+        trust = request.net / max(first.honesty, _LEAST_TRUST)
         return ProposalPlan(
             drafter=first.name,
-            max_tokens=turn.length,
+            max_tokens=request.length,
             fallback=second.name,
-            fallback_max_tokens=turn.model_length,
+            fallback_max_tokens=request.model_length,
             trust=max(trust, _LEAST_TRUST),
         )
 

@@ -37,3 +37,18 @@ class Request:
     """Its place in the `Hand` …"""
     draft: Draft | None = None
     """… and the drafts that were judged there"""
+    # While its turn is being planned:
+    index: int = 0
+    """Among the rows of the plan"""
+    num_tokens: int = 0
+    """`Drafter.num_tokens`, and …"""
+    max_tokens: int = 0
+    """… `max_tokens`"""
+    lookup: int = -1
+    """That is asked for it, -1 for none …"""
+    length: int = 0
+    """… for so many drafts"""
+    model: int = -1
+    model_length: int = 0
+    net: float = 0.0
+    """Tokens that the best of the two is expected to gain"""
