@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from sol.engines.commands import ServerCommand
@@ -91,6 +90,8 @@ class Keeper:
                 except SolError as error:  # also a log that cannot be written any more
                     problem = error.problem if isinstance(error, EngineStartError) else error.message
                     reason = f"{self.name} did not start: {problem}"
+                except Exception as error:  # no more threads, say: an engine that nobody restarts would be worse
+                    reason = f"{self.name} did not start: {type(error).__name__}: {error}"
                 else:
                     _log.info("%s is ready again at %s", self.name, self.command.url)
                     break
@@ -142,7 +143,8 @@ async def start_all(keepers: Sequence[Keeper]) -> None:
 
 async def stop_all(keepers: Iterable[Keeper], grace: float = 10.0) -> None:
     """Stop them at once, and wait for all."""
-    with suppress(ExceptionGroup):
-        async with asyncio.TaskGroup() as group:
-            for keeper in keepers:
-                group.create_task(keeper.stop(grace))
+    every = list(keepers)
+    results = await asyncio.gather(*(keeper.stop(grace) for keeper in every), return_exceptions=True)
+    for keeper, result in zip(every, results, strict=True):
+        if isinstance(result, Exception):
+            _log.warning("%s could not be stopped: %s: %s", keeper.name, type(result).__name__, result)

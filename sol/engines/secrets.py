@@ -15,17 +15,24 @@ _VARIABLE = re.compile(rf"(?:\w+_)?{_NAME}", re.IGNORECASE | re.ASCII)
 
 
 def without_secrets(words: Iterable[str]) -> list[str]:
-    """The words with `***` for the values of flags such as `--api-key`, `--hf-token=…`."""
+    """The words with `***` for the values of flags such as `--api-key`, `--hf-token=…`, and of variables such as
+    `HF_TOKEN=…`, which a container or `env` is given."""
     shown: list[str] = []
     hiding = False
     for word in words:
-        flag, equals, _ = word.partition("=")
+        flag, equals, value = word.partition("=")
         if word.startswith("-"):
             hiding = _FLAG.fullmatch(flag) is not None
-            shown.append(f"{flag}={HIDDEN}" if hiding and equals else word)
+            shown.append(f"{flag}={HIDDEN if hiding else _assignment(value)}" if equals else word)
         else:
-            shown.append(HIDDEN if hiding else word)
+            shown.append(HIDDEN if hiding else _assignment(word))
     return shown
+
+
+def _assignment(word: str) -> str:
+    """A word that may be `NAME=value`."""
+    name, equals, _ = word.partition("=")
+    return f"{name}={HIDDEN}" if equals and _VARIABLE.fullmatch(name) else word
 
 
 def command_text(words: Iterable[str], env: Mapping[str, str]) -> str:

@@ -172,8 +172,8 @@ class Service:
             raise RuntimeError(f"{self.name} was started already; a Service starts once")
         if await self._listens():
             raise self._failure(f"something else listens at {self.url} already; stop it, or choose another port")
-        self._spawn()
         try:
+            self._spawn()
             problem = await self._until_ready(timeout)
         except BaseException:
             self._kill()
@@ -210,11 +210,12 @@ class Service:
                     env={**os.environ, **self._env},
                     process_group=guard.pid,
                 )
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: a word or a variable that no process can have
                 if guard is not None:
                     guard.kill()
                     guard.wait()
-                raise self._failure(f"{self.command[0]} cannot be run: {error.strerror}") from None
+                reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+                raise self._failure(f"{self.command[0]} cannot be run: {reason}") from None
         self._guard = guard
         if self._process.stdout is not None:
             self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)

@@ -65,7 +65,7 @@ class EngineSpec(_Part):
     """False, or the word off: never."""
     extra_args: tuple[str, ...] = ()
     """Further words of the engine's command line, as they are."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], str] = Field(default_factory=dict)
     """Added to our environment, for instance CUDA_VISIBLE_DEVICES."""
     program: Words | None = None
     """What to run instead of the engine's program on the path: `/opt/vllm/bin/vllm serve`."""

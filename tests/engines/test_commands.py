@@ -126,3 +126,15 @@ def test_keys_are_not_shown() -> None:
         "HF_TOKEN=*** A_KEY=*** MODE=c vllm serve m --api-key *** *** --hf-token=*** --max-num-batched-tokens 8k "
         "--max_num_tokens=10 --ssl-keyfile g --password *** --seed 3 --host 127.0.0.1 --port 9000"
     )
+
+
+def test_keys_that_a_container_is_given_are_not_shown() -> None:
+    command = command_from_text(
+        "docker run -e HF_TOKEN=one --env=API_KEY=two --env LEVEL=debug -p {port}:8000 image --model a/b --key=three"
+    )
+    assert not [word for word in ("one", "two", "three") if word in command.text]
+    assert "HF_TOKEN=***" in command.text
+    assert "--env=API_KEY=***" in command.text
+    assert "LEVEL=debug" in command.text
+    assert "-p" in command.text
+    assert "image --model a/b" in command.text

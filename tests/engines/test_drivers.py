@@ -278,3 +278,11 @@ def test_speculative_options_are_json_of_the_engine_s_own_keys() -> None:
     speculation = {"method": "ngram", "options": {"prompt_lookup_max": 4}}
     command = words("vllm", {"speculation": speculation})
     assert json.loads(command[-1]) == {"method": "ngram", "prompt_lookup_max": 4}
+
+
+@pytest.mark.parametrize("name", ["", "A=B", "A\0"])
+def test_a_variable_that_no_process_can_have_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="env") as refused:
+        engine_spec({"model": "m", "env": {name: "x"}})
+    assert refused.value.param is not None
+    assert refused.value.param.startswith("spec.env")

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sol.engines import ServerCommand, free_port
+from sol.engines import ServerCommand, Service, free_port
 from sol.engines.keeper import Keeper, start_all, start_groups, stop_all
 from sol.errors import EngineStartError
 
@@ -116,3 +116,50 @@ def test_those_that_may_share_a_device_start_one_after_another(tmp_path: Path) -
     assert groups("0", None, "1") == ["012"]
     assert groups(None) == ["0"]
     assert groups() == []
+
+
+async def test_whatever_a_restart_fails_with_it_is_tried_again(tmp_path: Path) -> None:
+    class Unlucky(Keeper):
+        """The first restart fails with what nobody foresaw."""
+
+        num_made = 0
+
+        def _new(self) -> Service:
+            made = super()._new()
+            self.num_made += 1
+            if self.num_made == 2:
+
+                async def fail(timeout: float = 0.0) -> None:  # noqa: ASYNC109
+                    raise RuntimeError("can't start new thread")
+
+                made.start = fail  # type: ignore[method-assign]
+            return made
+
+    plain = keeper(tmp_path / "a")
+    kept = Unlucky(plain.command, name="a", start_timeout=30, first_pause=0.01)
+    await kept.start()
+    assert kept.service.pid is not None
+    os.kill(kept.service.pid, signal.SIGKILL)
+    await soon(lambda: kept.num_restarts == 2 and kept.service.running)
+    await kept.stop()
+
+
+async def test_one_that_cannot_be_stopped_keeps_no_other_from_its_orderly_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = []
+
+    class Slow(Keeper):
+        async def stop(self, grace: float = 10.0) -> None:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            ended.append(self.name)
+
+    class Broken(Keeper):
+        async def stop(self, grace: float = 10.0) -> None:
+            raise PermissionError("not ours")
+
+    command = keeper(tmp_path / "a").command
+    await stop_all([Slow(command, name="a"), Broken(command, name="b"), Slow(command, name="c")])
+    assert ended == ["a", "c"]
+    assert "b could not be stopped" in caplog.text
