@@ -97,7 +97,7 @@ def model_runner(program: Program, config: SchedulerConfig) -> ModelRunner:
 
 
 def make_core(
-    runner: Any, config: SchedulerConfig, work_ahead: int, speculation: Speculation | None = None
+    runner: Any, config: SchedulerConfig, work_ahead: int, speculation: Speculation | None = None, **options: Any
 ) -> EngineCore:
     info = EngineInfo(
         model="tiny",
@@ -113,7 +113,7 @@ def make_core(
         kv_cache_bytes=0,
         load_seconds=0.0,
     )
-    return EngineCore(Scheduler(config, speculation), runner, info, work_ahead=work_ahead)
+    return EngineCore(Scheduler(config, speculation), runner, info, work_ahead=work_ahead, **options)
 
 
 KINDS: list[dict[str, Any]] = [
