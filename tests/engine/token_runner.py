@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sol.config import SchedulerConfig
+from sol.engine.compiling import Grammars
 from sol.engine.core import EngineCore
 from sol.engine.scheduler import Scheduler
 from sol.engine.speculation import Speculation
@@ -258,6 +259,7 @@ def make_core(
     runner: TokenRunner | None = None,
     work_ahead: int = 0,
     speculation: Speculation | None = None,
+    grammars: Grammars | None = None,
 ) -> EngineCore:
     config = config or make_config()
     info = EngineInfo(
@@ -274,7 +276,8 @@ def make_core(
         kv_cache_bytes=0,
         load_seconds=0.0,
     )
-    return EngineCore(Scheduler(config, speculation), runner or TokenRunner(config), info, work_ahead=work_ahead)
+    scheduler = Scheduler(config, speculation)
+    return EngineCore(scheduler, runner or TokenRunner(config), info, work_ahead=work_ahead, grammars=grammars)
 
 
 def make_request(
