@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +89,8 @@ class GGUFOptions:
     """Added to what the converter writes, or instead of it; None removes a key."""
     tensors: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     """Extra F32 tensors."""
+    split_experts: bool = False
+    """Each expert in tensors of its own, as the first converters of Mixtral wrote them."""
     raw: dict[str, tuple[npt.NDArray[np.uint8], str]] = field(default_factory=dict)
     """Tensors replaced by the raw blocks (uint8 [rows, bytes of a row]) of a type."""
 
@@ -150,6 +154,28 @@ def permute(weight: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
+_EXPERTS = ".experts."
+
+
+def _with_experts_stacked(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    """The parameters by the names of published checkpoints, each projection of all experts as one, without a number."""
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        saved = load_file(Path(directory) / "model.safetensors")
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in saved.items():
+        before, found, after = name.partition(_EXPERTS)
+        if not found:
+            state[name] = parameter
+        elif after.startswith("0."):
+            count = model.config.num_local_experts
+            parts = [saved[f"{before}{_EXPERTS}{index}.{after[2:]}"] for index in range(count)]
+            state[f"{before}{_EXPERTS}{after[2:]}"] = torch.stack(parts)
+    return state
+
+
 def _family_metadata(config: Any, arch: str) -> dict[str, Any]:
     """What llama.cpp's converters write for this family, by the `gguf` package's keys."""
     from gguf import Keys
@@ -174,7 +200,18 @@ def _family_metadata(config: Any, arch: str) -> dict[str, Any]:
     if arch == "gemma3":
         pattern = [kind == "sliding_attention" for kind in config.layer_types]
         written[Keys.Attention.SLIDING_WINDOW_PATTERN] = pattern
+    if arch in ("llama", "qwen3moe") and hasattr(config, "num_local_experts"):
+        written[Keys.LLM.EXPERT_COUNT] = config.num_local_experts
+        written[Keys.LLM.EXPERT_USED_COUNT] = config.num_experts_per_tok
+    if arch == "qwen3moe":
+        written[Keys.LLM.EXPERT_FEED_FORWARD_LENGTH] = config.moe_intermediate_size
     if arch == "phi3":
+        written[Keys.Rope.DIMENSION_COUNT] = int(config.hidden_size // config.num_attention_heads
+                                                 * rope["partial_rotary_factor"])  # fmt: skip
+        if rope["rope_type"] == "longrope":
+            ratio = config.max_position_embeddings / config.original_max_position_embeddings
+            factor = math.sqrt(1 + math.log(ratio) / math.log(config.original_max_position_embeddings))
+            written[Keys.Rope.SCALING_ATTN_FACTOR] = factor
         written[Keys.Rope.SCALING_ORIG_CTX_LEN] = config.original_max_position_embeddings
         written[Keys.Attention.SLIDING_WINDOW] = config.sliding_window or 0
     return {key.format(arch=arch): value for key, value in written.items()}
@@ -187,7 +224,8 @@ def write_gguf(path: Path, model: LlamaForCausalLM, options: GGUFOptions | None 
     options = options or GGUFOptions()
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    arch: str = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    names = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
+    arch: str = names.get(config.model_type, config.model_type)
     metadata: dict[str, Any] = {
         "llama.vocab_size": config.vocab_size,
         "llama.context_length": config.max_position_embeddings,
@@ -222,7 +260,10 @@ def write_gguf(path: Path, model: LlamaForCausalLM, options: GGUFOptions | None 
             writer.add_array(key, value)
     expected: dict[str, torch.Tensor] = {}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if arch == "llama" else {}
-    for name, parameter in model.state_dict().items():
+    state = dict(model.state_dict())
+    if hasattr(config, "num_local_experts"):
+        state = _with_experts_stacked(model)
+    for name, parameter in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         theirs = gguf_name(name, arch)
@@ -239,12 +280,20 @@ def write_gguf(path: Path, model: LlamaForCausalLM, options: GGUFOptions | None 
             ordered = weight if num_heads is None else permute(weight, num_heads)
             stored = gguf.quants.quantize(ordered, gguf.GGMLQuantizationType[kind])
         ggml_type = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(theirs, stored, raw_dtype=ggml_type)
+        if options.split_experts and "_exps." in theirs:
+            for index, part in enumerate(stored):
+                writer.add_tensor(theirs.replace("_exps.", f".{index}."), part, raw_dtype=ggml_type)
+        else:
+            writer.add_tensor(theirs, stored, raw_dtype=ggml_type)
         found = gguf.quants.dequantize(stored, ggml_type).reshape(weight.shape)
         if num_heads is not None:  # the permutation of the other factorisation is its inverse
             rows = found.shape[0] // num_heads
             found = found.reshape(num_heads, rows // 2, 2, *found.shape[1:]).swapaxes(1, 2).reshape(found.shape)
-        expected[name] = torch.from_numpy(np.array(found, dtype=np.float32) - np.float32(offset))
+        read = torch.from_numpy(np.array(found, dtype=np.float32) - np.float32(offset))
+        if _EXPERTS in name:
+            expected |= {name.replace(_EXPERTS, f"{_EXPERTS}{index}."): part for index, part in enumerate(read)}
+        else:
+            expected[name] = read
     for name, values in options.tensors.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

@@ -16,6 +16,7 @@ from sol.models.dummy_checkpoint import DummyCheckpoint
 from sol.models.gguf_checkpoint import GGUFCheckpoint
 from sol.models.quantization_config import check_request
 from sol.models.quantized_checkpoint import QuantizedCheckpoint
+from sol.models.reordered_checkpoint import ReorderedCheckpoint
 from sol.models.requantized_checkpoint import RequantizedCheckpoint
 from sol.models.safetensors_files import SafetensorsFiles
 from sol.models.source import ModelFiles
@@ -64,6 +65,8 @@ def open_checkpoint(files: ModelFiles, quantization: Quantization | None = None)
     config = load_model_config(files)
     check_request(quantization, config.quantization, files.name)
     checkpoint = _open(files, config)
+    if config.rotary_dim is not None:
+        checkpoint = ReorderedCheckpoint(checkpoint, config)
     if quantization == "int8" or quantization == "int4":
         return RequantizedCheckpoint(checkpoint, quantization)
     return checkpoint

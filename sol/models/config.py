@@ -22,8 +22,8 @@ SUPPORTED_ARCHITECTURES: Final = (
     "Qwen3MoeForCausalLM",
     "MixtralForCausalLM",
 )
-"""Hugging Face's class names. GGUF files call them `llama` (Llama and Mistral), `qwen2`, `qwen3`, `gemma2`, `gemma3`
-and `phi3`."""
+"""Hugging Face's class names. GGUF files call them `llama` (Llama, Mistral and Mixtral), `qwen2`, `qwen3`, `gemma2`,
+`gemma3`, `phi3` and `qwen3moe`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,24 @@ class RopeFactors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """Every frequency divided by a factor of its own, and longer contexts by other ones (`rope_type: longrope`,
+    arXiv:2402.13753).
+
+    The long factors are used throughout where an engine's `max_model_len` is more than the original length, the short
+    ones where it is not, as vLLM and llama.cpp do it: keys that are in the KV cache stay what they are. (transformers
+    goes by each prompt's length and computes everything anew when a text grows past the original one.)
+    """
+
+    short_factors: tuple[float, ...]
+    """rotary_dim / 2 of them, highest frequency first."""
+    long_factors: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+    """What turned elements of queries and keys are multiplied by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
     """A mixture of experts in place of every MLP; each has the model's `intermediate_size`."""
 
@@ -83,7 +101,7 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     """RoPE's base; with `local_rope_theta`, that of layers without a window."""
-    rope_scaling: Llama3RopeScaling | LinearRopeScaling | RopeFactors | None
+    rope_scaling: Llama3RopeScaling | LinearRopeScaling | LongRopeScaling | RopeFactors | None
     max_position_embeddings: int
     """The longest sequence, in tokens, as the file says it (linear scaling does not multiply it)."""
     tie_word_embeddings: bool
@@ -98,6 +116,8 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """From generation_config.json where there is one (Llama 3 lists several), else from config.json or the GGUF."""
+    rotary_dim: int | None = None
+    """So many elements of a head, its first ones, are rotated (Phi-4-mini); None: all."""
     head_norms: bool = False
     """Each head of q and k is normed before it is rotated."""
     windows: tuple[int | None, ...] = ()
@@ -164,7 +184,21 @@ def _check(config: ModelConfig, origin: str) -> None:
             f"{config.experts.num_experts} experts",
             param="model",
         )
+    if config.rotary_dim is not None and (config.rotary_dim % 2 or config.rotary_dim > config.head_dim):
+        raise CheckpointError(
+            f"{origin}: {config.rotary_dim} of a head's {config.head_dim} elements are rotated; they must be pairs",
+            param="model",
+        )
     scaling = config.rope_scaling
+    if isinstance(scaling, LongRopeScaling):
+        pairs = (config.rotary_dim or config.head_dim) // 2
+        for name, factors in (("short", scaling.short_factors), ("long", scaling.long_factors)):
+            if len(factors) != pairs:
+                raise CheckpointError(
+                    f"{origin}: longrope has {len(factors)} {name} factors; {2 * pairs} rotated elements of a head "
+                    f"need {pairs}",
+                    param="model",
+                )
     if isinstance(scaling, RopeFactors) and len(scaling.factors) != config.head_dim // 2:
         raise CheckpointError(
             f"{origin}: rope_freqs.weight has {len(scaling.factors)} factors; a head_dim of {config.head_dim} needs "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from sol.errors import CheckpointError, UnsupportedModelError
-from sol.models.config import ModelConfig
+from sol.models.config import ExpertsConfig, ModelConfig
 from sol.models.gguf import BLOCK_SIZES, GGUFFile
 from sol.ops.dequantize import dequantize_blocks
 from sol.ops.weights import Dense, GGUFBlocks, Stored
@@ -46,13 +47,19 @@ _OTHER_NAMES: Final = {
     "Gemma2ForCausalLM": _GEMMA_NAMES,
     "Gemma3ForCausalLM": _GEMMA_NAMES,
     "Phi3ForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "MixtralForCausalLM": {"ffn_gate_inp": "block_sparse_moe.gate"},
+    "Qwen3MoeForCausalLM": {"ffn_gate_inp": "mlp.gate"},
 }
 """Of one architecture, in addition to `_LAYER_NAMES` or instead of what stands there."""
 _FLOATING: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_EXPERTS: Final = re.compile(r"blk\.(0|[1-9]\d*)\.ffn_(gate|up|down)_exps\.weight", re.ASCII)
+"""One projection of all experts of a layer, [experts, rows, columns]."""
+_EXPERT: Final = re.compile(r"blk\.(0|[1-9]\d*)\.ffn_(gate|up|down)\.(0|[1-9]\d*)\.weight", re.ASCII)
+"""One of one expert, as the first converters of Mixtral wrote it."""
 _LAYER: Final = re.compile(r"blk\.(0|[1-9]\d*)\.(\w+)\.(weight|bias)", re.ASCII)
 _GLOBAL: Final = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
-_ROPE_FREQS: Final = "rope_freqs.weight"
-"""No parameter: the configuration holds it, as `RopeFactors`."""
+_ROPE_FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""No parameters: the configuration holds them, as `RopeFactors` or `LongRopeScaling`."""
 
 
 def hugging_face_name(name: str, architecture: str) -> str:
@@ -67,34 +74,62 @@ def hugging_face_name(name: str, architecture: str) -> str:
     return name
 
 
+def _expert_name(experts: ExpertsConfig, layer: str, projection: str, index: int) -> str:
+    theirs = experts.projections[("gate", "up", "down").index(projection)]
+    return f"model.layers.{layer}.{experts.module}.experts.{index}.{theirs}.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter is: a tensor of the file, or one expert's part of it."""
+
+    tensor: str
+    expert: int | None = None
+
+
 class GGUFCheckpoint:
     """The tensors of one GGUF file. Implements `sol.models.checkpoint.Checkpoint`."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self._file = GGUFFile(path)
-        self._names = {
-            hugging_face_name(name, config.architecture): name for name in self._file.tensors if name != _ROPE_FREQS
-        }
+        self._places: dict[str, _Place] = {}
+        for name, tensor in self._file.tensors.items():
+            if name in _ROPE_FACTORS:
+                continue
+            if config.experts is not None and (layer := _EXPERTS.fullmatch(name)) and len(tensor.shape) == 3:
+                for index in range(tensor.shape[0]):
+                    self._places[_expert_name(config.experts, layer[1], layer[2], index)] = _Place(name, index)
+            elif config.experts is not None and (layer := _EXPERT.fullmatch(name)):
+                self._places[_expert_name(config.experts, layer[1], layer[2], int(layer[3]))] = _Place(name)
+            else:
+                self._places[hugging_face_name(name, config.architecture)] = _Place(name)
         self._norm_offset = config.norm_offset
         self._heads: dict[str, int] = {}
-        if config.architecture == "LlamaForCausalLM":  # the others' rows stand as in Hugging Face's checkpoints
+        if config.architecture in (
+            "LlamaForCausalLM",
+            "MixtralForCausalLM",
+        ):  # the others' rows stand as in Hugging Face's checkpoints
             self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._names)
+        return frozenset(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.tensors[self._names[name]].shape
+        place = self._places[name]
+        shape = self._file.tensors[place.tensor].shape
+        return shape if place.expert is None else shape[1:]
 
     def stored_nbytes(self, name: str) -> int:
-        return self._file.tensors[self._names[name]].nbytes
+        place = self._places[name]
+        tensor = self._file.tensors[place.tensor]
+        return tensor.nbytes if place.expert is None else tensor.nbytes // tensor.shape[0]
 
     @property
     def nbytes(self) -> int:
-        return sum(map(self.stored_nbytes, self._names))
+        return sum(map(self.stored_nbytes, self._places))
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        shape, kind = self.shape(name), self._file.tensors[self._names[name]].type
+        shape, kind = self.shape(name), self._file.tensors[self._places[name].tensor].type
         rows = self._rows(name)
         columns = shape[-1] if len(shape) > 1 else 1
         is_norm = name.endswith("norm.weight")
@@ -109,10 +144,11 @@ class GGUFCheckpoint:
         return result.reshape(shape)
 
     def stored(self, name: str) -> Stored:
-        shape, kind = self.shape(name), self._file.tensors[self._names[name]].type
+        shape, kind = self.shape(name), self._file.tensors[self._places[name].tensor].type
         if len(shape) != 2:
             raise CheckpointError(
-                f"{self._file.path}: {self._names[name]} has {len(shape)} dimensions; a matrix has 2", param="model"
+                f"{self._file.path}: {self._places[name].tensor} has {len(shape)} dimensions; a matrix has 2",
+                param="model",
             )
         data = torch.from_numpy(np.array(self._rows(name), order="C"))  # a copy, as in `load`
         if kind in _FLOATING:
@@ -122,7 +158,8 @@ class GGUFCheckpoint:
     def _rows(self, name: str) -> npt.NDArray[np.uint8]:
         """[rows, bytes of a row] in Hugging Face's order, read-only. Every row is whole blocks, so rows can be moved
         about and cut between."""
-        theirs = self._names[name]
+        place, shape = self._places[name], self.shape(name)
+        theirs = place.tensor
         tensor = self._file.tensors[theirs]
         block, block_nbytes = BLOCK_SIZES[tensor.type]
         if len(tensor.shape) == 1 and block != 1:
@@ -131,8 +168,11 @@ class GGUFCheckpoint:
                 "BF16 for norms and biases",
                 param="model",
             )
-        columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
-        return self._rows_in_order(theirs, self._file.data(theirs).reshape(-1, columns // block * block_nbytes))
+        columns = shape[-1] if len(shape) > 1 else 1
+        rows = self._file.data(theirs).reshape(-1, columns // block * block_nbytes)
+        if place.expert is not None:
+            return rows[place.expert * shape[0] : (place.expert + 1) * shape[0]]
+        return self._rows_in_order(theirs, rows)
 
     def _rows_in_order(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """Undoes the converter's permutation of q and k.

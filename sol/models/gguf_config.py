@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from sol.errors import CheckpointError, UnsupportedModelError
-from sol.models.config import LinearRopeScaling, ModelConfig, RopeFactors
+from sol.models.config import ExpertsConfig, LinearRopeScaling, LongRopeScaling, ModelConfig, RopeFactors
 from sol.models.fields import Fields
 from sol.models.gguf import GGUFFile
 from sol.models.quantization_config import QuantizationConfig
@@ -21,8 +21,11 @@ ARCHITECTURES: Final = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
-"""`general.architecture` → Hugging Face's class name. Mistral's files are `llama`, too: they have no window."""
+"""`general.architecture` → Hugging Face's class name. Mistral's files are `llama`, too: they have no window; and so are
+Mixtral's: they have experts."""
+_LONG_FACTORS: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
 _FLOATING: Final = frozenset(("F32", "F16", "BF16"))
 
 _READ: Final = frozenset(
@@ -57,7 +60,9 @@ _READ_OF: Final = {
             "rope.freq_base_swa",
         }
     ),
-    "phi3": frozenset({"attention.sliding_window"}),
+    "llama": frozenset({"expert_count", "expert_used_count"}),
+    "phi3": frozenset({"attention.sliding_window", "rope.scaling.attn_factor", "rope.scaling.original_context_length"}),
+    "qwen3moe": frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length", "expert_weights_norm"}),
 }
 """Keys that are read of one architecture alone."""
 _LARGEST_GEMMA: Final = {"gemma2": 46, "gemma3": 62}
@@ -92,11 +97,14 @@ def read(path: Path) -> ModelConfig:
     metadata = file.metadata
     prefix = _prefix(path, metadata)
     _refuse_unsupported(path, metadata, prefix)
-    architecture = ARCHITECTURES[prefix.removesuffix(".")]
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     for key in _UNIFORM:
         values[key] = _one_for_all_layers(f"{path}: {prefix}{key}", values.get(key))
     fields = Fields(values, f"{path}: {prefix}*")
+    experts = _experts(fields, prefix.removesuffix("."))
+    architecture = ARCHITECTURES[prefix.removesuffix(".")]
+    if architecture == "LlamaForCausalLM" and experts is not None:
+        architecture = "MixtralForCausalLM"
     num_heads = fields.integer("attention.head_count")
     hidden_size = fields.integer("embedding_length")
     if "attention.key_length" not in values and hidden_size % num_heads:
@@ -106,8 +114,11 @@ def read(path: Path) -> ModelConfig:
             param="model",
         )
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if fields.integer(key, head_dim) != head_dim:
+    rotary_dim = fields.integer("rope.dimension_count", head_dim)
+    turns_part = rotary_dim < head_dim and architecture == "Phi3ForCausalLM"
+    for key, size in (("attention.value_length", fields.integer("attention.value_length", head_dim)),
+                      ("rope.dimension_count", head_dim if turns_part else rotary_dim)):  # fmt: skip
+        if size != head_dim:
             raise UnsupportedModelError(
                 f"{path}: {prefix}{key} is {values[key]}; supported is the head's whole width, {head_dim}",
                 param="model",
@@ -124,7 +135,9 @@ def read(path: Path) -> ModelConfig:
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("feed_forward_length"),
+        intermediate_size=fields.integer(
+            "expert_feed_forward_length" if prefix == "qwen3moe." else "feed_forward_length"
+        ),
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=fields.integer("attention.head_count_kv", num_heads),
@@ -132,14 +145,16 @@ def read(path: Path) -> ModelConfig:
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         rope_theta=fields.number("rope.freq_base", 1e6 if architecture == "Gemma3ForCausalLM" else 10000.0),
         rope_scaling=_rope_scaling(file, fields, prefix),
+        rotary_dim=rotary_dim if turns_part else None,
         max_position_embeddings=fields.integer("context_length"),
         tie_word_embeddings="output.weight" not in file.tensors,
         qkv_bias=_has_bias(file, "attn_(q|k|v)"),
         output_bias=_has_bias(file, "attn_output"),
         mlp_bias=_has_bias(file, "ffn_(gate|up|down)"),
-        head_norms=architecture in ("Qwen3ForCausalLM", "Gemma3ForCausalLM"),
+        head_norms=architecture in ("Qwen3ForCausalLM", "Gemma3ForCausalLM", "Qwen3MoeForCausalLM"),
         windows=_windows(fields, architecture, num_layers),
         fused_projections=architecture == "Phi3ForCausalLM",
+        experts=experts,
         **_gemma(fields, prefix.removesuffix("."), num_layers, head_dim, hidden_size // num_heads),
         torch_dtype=_dtype(file),
         quantization=QuantizationConfig(method="gguf") if _types(file) - _FLOATING else None,
@@ -185,6 +200,21 @@ def _refuse_unsupported(path: Path, metadata: dict[str, Any], prefix: str) -> No
                 f"are {', '.join(sorted(_READ | _NEUTRAL.keys() | _INFORMATION))}",
                 param="model",
             )
+
+
+def _experts(fields: Fields, name: str) -> ExpertsConfig | None:
+    """As ggml computes them: softmax over all experts, the chosen scores divided by their sum."""
+    if name not in ("llama", "qwen3moe") or (name == "llama" and not fields.values.get("expert_count")):
+        return None
+    if not fields.boolean("expert_weights_norm", True):
+        raise UnsupportedModelError(f"{fields.origin}: expert_weights_norm is False; supported is True", param="model")
+    return ExpertsConfig(
+        num_experts=fields.integer("expert_count"),
+        num_experts_per_tok=fields.integer("expert_used_count"),
+        norm_topk_prob=True,
+        module="block_sparse_moe" if name == "llama" else "mlp",
+        projections=("w1", "w3", "w2") if name == "llama" else ("gate_proj", "up_proj", "down_proj"),
+    )
 
 
 def _windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
@@ -250,43 +280,71 @@ def _vocab_size(file: GGUFFile, fields: Fields, prefix: str) -> int:
     return rows
 
 
-def _rope_scaling(file: GGUFFile, fields: Fields, prefix: str) -> LinearRopeScaling | RopeFactors | None:
+def _rope_scaling(
+    file: GGUFFile, fields: Fields, prefix: str
+) -> LinearRopeScaling | LongRopeScaling | RopeFactors | None:
     linear: LinearRopeScaling | None = None
     kind = fields.string("rope.scaling.type", "none")
+    is_long = [name in file.tensors for name in _LONG_FACTORS]
     if kind == "linear":
         linear = LinearRopeScaling(factor=fields.number("rope.scaling.factor"))
-    elif kind != "none":
+    elif kind != "none" and not (kind == "longrope" and any(is_long)):
         raise UnsupportedModelError(
-            f"{file.path}: {prefix}rope.scaling.type is {kind!r}; supported are none, linear, and Llama 3's factors "
-            "in the tensor rope_freqs.weight",
+            f"{file.path}: {prefix}rope.scaling.type is {kind!r}; supported are none, linear, and factors in the "
+            "tensors rope_freqs.weight (Llama 3) or rope_factors_long.weight and rope_factors_short.weight (longrope)",
             param="model",
         )
     elif "rope.scale_linear" in fields.values:  # what rope.scaling.* was before
         linear = LinearRopeScaling(factor=fields.number("rope.scale_linear"))
     if linear is not None and linear.factor == 1.0:
         linear = None
-    for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
-        if name in file.tensors:
-            raise UnsupportedModelError(
-                f"{file.path}: the tensor {name} asks for longrope, which Sol does not support", param="model"
-            )
-    tensor = file.tensors.get("rope_freqs.weight")
-    if tensor is None:
-        return linear
-    if linear is not None:
+    has_factors = "rope_freqs.weight" in file.tensors
+    if (linear is not None) + has_factors + any(is_long) > 1:
         raise UnsupportedModelError(
-            f"{file.path} has both linear RoPE scaling and rope_freqs.weight; supported is one of them", param="model"
-        )
-    if tensor.type != "F32" or len(tensor.shape) != 1:
-        raise UnsupportedModelError(
-            f"{file.path}: rope_freqs.weight has type {tensor.type} and shape {list(tensor.shape)}; supported is F32 "
-            "with one dimension",
+            f"{file.path} has more than one of linear RoPE scaling, rope_freqs.weight and longrope's factors; "
+            "supported is one of them",
             param="model",
         )
-    factors = file.data("rope_freqs.weight").view(np.dtype("<f4"))
+    if any(is_long):
+        return _longrope(file, fields, prefix)
+    if fields.number("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(
+            f"{file.path}: {prefix}rope.scaling.attn_factor is {fields.values['rope.scaling.attn_factor']}; supported "
+            "is 1.0 without longrope's factors",
+            param="model",
+        )
+    return RopeFactors(factors=_factors(file, "rope_freqs.weight")) if has_factors else linear
+
+
+def _longrope(file: GGUFFile, fields: Fields, prefix: str) -> LongRopeScaling:
+    if prefix != "phi3.":
+        raise UnsupportedModelError(
+            f"{file.path}: longrope's factors are supported in files of phi3 only, not of {prefix[:-1]}", param="model"
+        )
+    for name in _LONG_FACTORS:
+        if name not in file.tensors:
+            raise CheckpointError(f"{file.path} lacks the tensor {name}, but has longrope's other one", param="model")
+    long, short = (_factors(file, name) for name in _LONG_FACTORS)
+    return LongRopeScaling(
+        short_factors=short,
+        long_factors=long,
+        original_max_position_embeddings=fields.integer("rope.scaling.original_context_length"),
+        attention_factor=fields.number("rope.scaling.attn_factor", 1.0),
+    )
+
+
+def _factors(file: GGUFFile, name: str) -> tuple[float, ...]:
+    tensor = file.tensors[name]
+    if tensor.type != "F32" or len(tensor.shape) != 1:
+        raise UnsupportedModelError(
+            f"{file.path}: {name} has type {tensor.type} and shape {list(tensor.shape)}; supported is F32 with one "
+            "dimension",
+            param="model",
+        )
+    factors = file.data(name).view(np.dtype("<f4"))
     if not (np.isfinite(factors).all() and (factors > 0).all()):
-        raise CheckpointError(f"{file.path}: rope_freqs.weight must hold numbers greater than 0", param="model")
-    return RopeFactors(factors=tuple(factors.tolist()))
+        raise CheckpointError(f"{file.path}: {name} must hold numbers greater than 0", param="model")
+    return tuple(factors.tolist())
 
 
 def _has_bias(file: GGUFFile, modules: str) -> bool:
@@ -295,7 +353,7 @@ def _has_bias(file: GGUFFile, modules: str) -> bool:
 
 
 def _types(file: GGUFFile) -> set[str]:
-    return {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    return {tensor.type for tensor in file.tensors.values() if len(tensor.shape) >= 2}
 
 
 def _dtype(file: GGUFFile) -> str:

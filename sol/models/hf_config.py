@@ -13,13 +13,13 @@ from safetensors import SafetensorError, safe_open
 
 from sol.errors import CheckpointError, UnsupportedModelError
 from sol.models import quantization_config
-from sol.models.config import SUPPORTED_ARCHITECTURES, ExpertsConfig, LinearRopeScaling, Llama3RopeScaling, ModelConfig
+from sol.models.config import SUPPORTED_ARCHITECTURES, ExpertsConfig, ModelConfig
 from sol.models.fields import Fields, read_json_object
+from sol.models.hf_rope import read_ropes
 from sol.models.source import ModelFiles
 
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 _SAFETENSORS_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_ROPE_TYPES: Final = ("default", "linear", "llama3")
 _GELU: Final = "gelu_pytorch_tanh"
 
 
@@ -126,7 +126,16 @@ def read(files: ModelFiles) -> ModelConfig:
             param="model",
         )
     vocab_size = fields.integer("vocab_size")
-    theta, scaling, local_theta = _ropes(fields, family)
+    head_dim = fields.integer("head_dim", family.head_dim or hidden_size // num_heads)
+    max_position_embeddings = fields.integer("max_position_embeddings", family.max_position_embeddings)
+    ropes = read_ropes(
+        fields,
+        theta=family.rope_theta,
+        local_theta=family.local_rope_theta,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+        is_phi3=architecture == "Phi3ForCausalLM",
+    )
     quantized = fields.values.get("quantization_config")
     attention_bias = fields.boolean("attention_bias", False) if family.qkv_bias is None else False
     return ModelConfig(
@@ -141,18 +150,19 @@ def read(files: ModelFiles) -> ModelConfig:
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=fields.integer("num_key_value_heads", family.num_key_value_heads or num_heads),
-        head_dim=fields.integer("head_dim", family.head_dim or hidden_size // num_heads),
+        head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=fields.integer("max_position_embeddings", family.max_position_embeddings),
+        rope_theta=ropes.theta,
+        rope_scaling=ropes.scaling,
+        rotary_dim=ropes.rotary_dim,
+        max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", family.gemma),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=attention_bias,
         mlp_bias=fields.boolean("mlp_bias", False) if architecture == "LlamaForCausalLM" else False,
         head_norms=family.head_norms,
         windows=_windows(fields, family, num_layers),
-        local_rope_theta=local_theta,
+        local_rope_theta=ropes.local_theta,
         norm_offset=1.0 if family.gemma else 0.0,
         post_norms=family.gemma,
         activation="gelu_tanh" if family.gemma else "silu",
@@ -190,7 +200,7 @@ def _architecture(fields: Fields) -> str:
 def _refuse_unsupported(fields: Fields, family: _Family) -> None:
     values = fields.values
     auto_map = values.get("auto_map")
-    if auto_map:
+    if auto_map and not _is_built_in(auto_map, values.get("architectures")):
         raise _unsupported(fields, "auto_map", auto_map, "models whose code is built in; none is run from a checkpoint")
     for key, meaning in _REFUSED.items():
         if values.get(key) and not (family.experts is not None and key in _NUM_EXPERTS):
@@ -209,6 +219,13 @@ def _refuse_unsupported(fields: Fields, family: _Family) -> None:
     activation = fields.string("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise _unsupported(fields, "hidden_act", activation, "silu")
+
+
+def _is_built_in(auto_map: Any, architectures: Any) -> bool:
+    """Whether a checkpoint's code is only the early form of a class that transformers has by now (Phi-3's files): the
+    class that its weights are of has the name of the architecture."""
+    named = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else None
+    return isinstance(named, str) and architectures == ["Phi3ForCausalLM"] == [named.rpartition(".")[2]]
 
 
 def _experts(fields: Fields, module: str) -> ExpertsConfig:
@@ -269,92 +286,6 @@ def _windows(fields: Fields, family: _Family, num_layers: int) -> tuple[int | No
 
 def _unsupported(fields: Fields, key: str, value: Any, supported: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{fields.origin}: {key} is {value!r}; supported is {supported}", param="model")
-
-
-def _ropes(fields: Fields, family: _Family) -> tuple[float, Llama3RopeScaling | LinearRopeScaling | None, float | None]:
-    """RoPE's base and scaling, and its base in layers with a window where that is another (Gemma 3).
-
-    Gemma 3's `rope_parameters` holds an object for each type of layer; before transformers 5, `rope_local_base_freq`
-    stood beside the rest.
-    """
-    given = fields.values.get("rope_parameters")
-    if family.local_rope_theta is None:
-        return *_rope(fields, family.rope_theta), None
-    kinds = ("full_attention", "sliding_attention")
-    if not isinstance(given, dict) or not any(kind in given for kind in kinds):
-        local = fields.number("rope_local_base_freq", family.local_rope_theta)
-        return *_rope(fields, family.rope_theta), local
-    if fields.values.get("rope_scaling"):
-        raise CheckpointError(
-            f"{fields.origin}: rope_scaling stands beside rope_parameters by type of layer: keep one", param="model"
-        )
-    unknown = sorted(given.keys() - set(kinds))
-    if unknown:
-        raise UnsupportedModelError(
-            f"{fields.origin}: rope_parameters has {', '.join(unknown)}; supported are {', '.join(kinds)}",
-            param="model",
-        )
-    full, sliding = (
-        _rope(Fields({"rope_parameters": given.get(kind)}, f"{fields.origin}: {kind}"), theta)
-        for kind, theta in zip(kinds, (family.rope_theta, family.local_rope_theta), strict=True)
-    )
-    if sliding[1] is not None:
-        raise UnsupportedModelError(
-            f"{fields.origin}: rope_parameters.sliding_attention is scaled; supported is rope_type default",
-            param="model",
-        )
-    return *full, sliding[0]
-
-
-def _rope(fields: Fields, default_theta: float) -> tuple[float, Llama3RopeScaling | LinearRopeScaling | None]:
-    """RoPE's base and scaling.
-
-    transformers 5 writes all of it as `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`, whose
-    `rope_type` was once called `type`.
-    """
-    given = {key: fields.values[key] for key in ("rope_parameters", "rope_scaling") if fields.values.get(key)}
-    for key, value in given.items():
-        if not isinstance(value, dict):
-            raise fields.error(key, value, "an object")
-    if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
-        raise CheckpointError(
-            f"{fields.origin}: rope_parameters and rope_scaling contradict each other: keep one", param="model"
-        )
-    name, values = next(iter(given.items()), ("rope_parameters", {}))
-    values = {key: value for key, value in values.items() if value is not None}
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if fields.values.get(key) is not None:
-            values.setdefault(key, fields.values[key])
-    rope = Fields(values, f"{fields.origin}: {name}")
-    theta = rope.number("rope_theta", default_theta)
-    if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise _unsupported(rope, "partial_rotary_factor", values["partial_rotary_factor"], "1.0")
-    kind = rope.string("rope_type", rope.string("type", "default"))
-    read = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
-    scaling: Llama3RopeScaling | LinearRopeScaling | None
-    if kind == "default":
-        scaling = None
-    elif kind == "linear":
-        scaling = LinearRopeScaling(factor=rope.number("factor"))
-        read |= {"factor"}
-    elif kind == "llama3":
-        scaling = Llama3RopeScaling(
-            factor=rope.number("factor"),
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-            original_max_position_embeddings=rope.integer("original_max_position_embeddings"),
-        )
-        read |= {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    else:
-        raise _unsupported(rope, "rope_type", kind, ", ".join(_ROPE_TYPES))
-    unknown = sorted(values.keys() - read)
-    if unknown:
-        raise UnsupportedModelError(
-            f"{rope.origin}: {', '.join(unknown)} is not supported with rope_type {kind!r}; supported are "
-            f"{', '.join(sorted(read))}",
-            param="model",
-        )
-    return theta, scaling
 
 
 def _dtype(fields: Fields, files: ModelFiles) -> str:

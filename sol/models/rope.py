@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from sol.models.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RopeFactors
+from sol.models.config import LinearRopeScaling, Llama3RopeScaling, LongRopeScaling, ModelConfig, RopeFactors
 from sol.ops.weights import Rope
 
 
@@ -17,23 +17,35 @@ def build_rope(
 
     `local`: of layers with a window, where these have a base of their own.
     """
+    size = config.rotary_dim or config.head_dim
+    scale = 1.0
     if local and config.local_rope_theta is not None:
-        frequencies = _frequencies(config.local_rope_theta, config.head_dim)
+        frequencies = _frequencies(config.local_rope_theta, size)
+    elif isinstance(config.rope_scaling, LongRopeScaling):
+        scaling = config.rope_scaling
+        is_long = max_positions > scaling.original_max_position_embeddings
+        frequencies = _frequencies(config.rope_theta, size, scaling.long_factors if is_long else scaling.short_factors)
+        scale = scaling.attention_factor
     else:
-        frequencies = _scaled(config, _frequencies(config.rope_theta, config.head_dim))
+        frequencies = _scaled(config, _frequencies(config.rope_theta, size))
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-    return Rope(cos=angles.cos().to(device), sin=angles.sin().to(device))
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    unturned = (max_positions, (config.head_dim - size) // 2)
+    # Pairs that are not rotated are rotated by nothing: no backend needs to know of them.
+    cos, sin = torch.cat([cos, torch.ones(unturned)], dim=1), torch.cat([sin, torch.zeros(unturned)], dim=1)
+    return Rope(cos=cos.to(device), sin=sin.to(device))
 
 
-def _frequencies(theta: float, head_dim: int) -> torch.Tensor:
-    """[head_dim / 2] radians a position."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    return 1.0 / (theta**exponents)
+def _frequencies(theta: float, size: int, factors: tuple[float, ...] = ()) -> torch.Tensor:
+    """[size / 2] radians a position; `factors` divide them."""
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    wavelengths = theta**exponents
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * wavelengths if factors else wavelengths)
 
 
 def _scaled(config: ModelConfig, frequencies: torch.Tensor) -> torch.Tensor:
     match config.rope_scaling:
-        case None:
+        case None | LongRopeScaling():
             return frequencies
         case LinearRopeScaling(factor=factor):
             return frequencies / factor

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_models import GGUFOptions, TinyLlama, gguf_name, make_llama, random_blocks, write_gguf
 
 from sol.errors import CheckpointError, UnsupportedModelError
@@ -152,6 +153,57 @@ def test_gguf_of_families_whose_rows_stay(tmp_path: Path, family: str) -> None:
         # Gemma's norms went through a sum with 1 in float32.
         rounding = 1.2e-7 if "Gemma" in family and name.endswith("norm.weight") else 0.0
         torch.testing.assert_close(expected[name], weight, atol=rounding, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("model", [{"family": "Mixtral"}, {"family": "Qwen3Moe", "moe_intermediate_size": 32}])
+def test_gguf_of_mixtures(tmp_path: Path, model: dict[str, Any], kind: str) -> None:
+    experts = "num_local_experts" if model["family"] == "Mixtral" else "num_experts"
+    options: dict[str, Any] = model | {experts: 4}
+    theirs = make_llama(**options, num_experts_per_tok=2)
+    path = tmp_path / "tiny.gguf"
+    stacked = [f"blk.{layer}.ffn_{name}_exps.weight" for layer in (0, 1) for name in ("gate", "up", "down")]
+    expected = write_gguf(path, theirs, GGUFOptions(quantization=dict.fromkeys(stacked, kind)))
+    files = resolve(str(path))
+    assert_holds(files, expected)
+    checkpoint = open_checkpoint(files)
+    name = next(name for name in expected if ".experts.3." in name)
+    assert torch.equal(dequantize(checkpoint.stored(name)).float(), expected[name])
+    theirs.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert expected.keys() == saved.keys()
+    assert load_model_config(files).torch_dtype == ("float32" if kind == "F32" else "float16")
+    if kind == "F32":
+        assert all(torch.equal(expected[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "int8", "int4"])
+def test_heads_that_are_rotated_in_part_are_reordered_whatever_they_are_stored_as(tmp_path: Path, kind: Any) -> None:
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.5}
+    model = make_llama(family="Phi3", rope_parameters=rope)
+    path = tmp_path / "tiny.gguf"
+    quantization = {} if kind.startswith("int") else {"blk.0.attn_qkv.weight": kind}
+    written = write_gguf(path, model, GGUFOptions(quantization=quantization))
+    checkpoint = open_checkpoint(resolve(str(path)), kind if kind.startswith("int") else None)
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    loaded = checkpoint.load(name, torch.float32)
+    assert torch.equal(dequantize(checkpoint.stored(name)), loaded)
+    # Of each of 4 + 2 heads of 16 elements 8 are rotated: 0 with 4, 1 with 5 …; rows of values stay.
+    head = [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]
+    rows = [16 * index + element for index in range(6) for element in head] + list(range(96, 128))
+    tolerance = {"int8": 0.01, "int4": 0.1}.get(kind, 0.0)
+    torch.testing.assert_close(loaded, written[name][rows], atol=tolerance, rtol=0)
+    other = "model.layers.0.self_attn.o_proj.weight"
+    torch.testing.assert_close(checkpoint.load(other, torch.float32), written[other], atol=tolerance, rtol=0)
+
+
+def test_gguf_of_mixtures_by_their_first_converters(tmp_path: Path) -> None:
+    """Each expert in tensors of its own."""
+    model = make_llama(family="Mixtral", num_local_experts=2)
+    path = tmp_path / "tiny.gguf"
+    expected = write_gguf(path, model, GGUFOptions(split_experts=True))
+    assert "blk.1.ffn_down.1.weight" in GGUFFile(path).tensors
+    assert_holds(resolve(str(path)), expected)
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1"])

@@ -15,6 +15,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"family": "Gemma2", "sliding_window": 6},
     "gemma3": {"family": "Gemma3", "sliding_window": 6, "sliding_window_pattern": 2},
     "phi3": {"family": "Phi3", "sliding_window": 8},
+    "phi3, long, rotated in part": {
+        "family": "Phi3",
+        "original_max_position_embeddings": 64,  # where transformers would change over in the middle of a text
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+            "long_factor": [1.0, 1.2, 1.5, 2.0, 3.0, 5.0],
+            "partial_rotary_factor": 0.75,
+        },
+    },
     "mixtral": {"family": "Mixtral", "num_local_experts": 4},
     "qwen3 moe": {"family": "Qwen3Moe", "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
 }

@@ -11,7 +11,7 @@ import pytest
 from tiny_models import GGUFOptions, make_llama, write_gguf
 
 from sol.errors import CheckpointError, ModelError, UnsupportedModelError
-from sol.models.config import LinearRopeScaling, ModelConfig, RopeFactors, load_model_config
+from sol.models.config import LinearRopeScaling, LongRopeScaling, ModelConfig, RopeFactors, load_model_config
 from sol.models.source import ModelFiles, resolve
 
 
@@ -78,6 +78,15 @@ def test_gguf_of_other_families(tmp_path: Path, family: str) -> None:
         },
         {"family": "Phi3"},
         {"family": "Phi3", "sliding_window": 8},
+        {"family": "Phi3", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+        {"family": "Mixtral", "num_local_experts": 4},
+        {
+            "family": "Qwen3Moe",
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
     ],
 )
 def test_a_gguf_file_says_what_the_checkpoint_says_it_is_made_from(tmp_path: Path, model: dict[str, Any]) -> None:
@@ -177,7 +186,7 @@ def test_gguf_values_that_change_nothing(tmp_path: Path) -> None:
         ({"general.architecture": "gpt2"}, "general.architecture is 'gpt2'; supported is llama"),
         ({"general.type": "adapter"}, "general.type is 'adapter'; supported is model"),
         ({"split.count": 3}, "one of 3 pieces of a model.*llama-gguf-split --merge"),
-        ({"llama.expert_count": 8}, "llama.expert_count is 8; supported is 0"),
+        ({"llama.expert_weights_norm": False}, "llama.expert_weights_norm = False is not known to Sol"),
         ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window is 4096"),
         ({"llama.logit_scale": 2.0}, r"llama\.logit_scale = 2\.0 is not known to Sol"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'; supported are none, linear"),
@@ -192,10 +201,62 @@ def test_gguf_what_is_not_supported_is_named(tmp_path: Path, metadata: dict[str,
         read_gguf(tmp_path, GGUFOptions(metadata=metadata))
 
 
-def test_gguf_longrope_is_refused(tmp_path: Path) -> None:
-    options = GGUFOptions(tensors={"rope_factors_long.weight": np.ones(8, np.float32)})
-    with pytest.raises(UnsupportedModelError, match=r"rope_factors_long\.weight asks for longrope"):
-        read_gguf(tmp_path, options, family="Phi3")
+LONG_FACTORS = {
+    "rope_factors_long.weight": np.linspace(1, 8, 8, dtype=np.float32),
+    "rope_factors_short.weight": np.linspace(1, 2, 8, dtype=np.float32),
+}
+
+
+def test_gguf_longrope(tmp_path: Path) -> None:
+    """As a converter writes what the checkpoint says."""
+    factors = {key: LONG_FACTORS[f"rope_factors_{key.split('_')[0]}.weight"].tolist() for key in _FACTOR_KEYS}
+    model: dict[str, Any] = {"family": "Phi3", "original_max_position_embeddings": 64}
+    model["rope_parameters"] = {"rope_type": "longrope", **factors}
+    make_llama(**model).save_pretrained(tmp_path / "saved")
+    expected = load_model_config(resolve(str(tmp_path / "saved"))).rope_scaling
+    found = read_gguf(tmp_path, GGUFOptions(tensors=LONG_FACTORS), **model).rope_scaling
+    assert isinstance(expected, LongRopeScaling)
+    assert isinstance(found, LongRopeScaling)
+    assert found.attention_factor == pytest.approx(expected.attention_factor)  # float32 in GGUF
+    assert dataclasses.replace(found, attention_factor=expected.attention_factor) == expected
+
+
+_FACTOR_KEYS = ("short_factor", "long_factor")
+HALF_LONG = {"rope_factors_long.weight": LONG_FACTORS["rope_factors_long.weight"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ({"family": "Phi3"}, GGUFOptions(tensors=HALF_LONG), r"lacks the tensor rope_factors_short\.weight"),
+        ({}, GGUFOptions(tensors=LONG_FACTORS), "longrope's factors are supported in files of phi3 only, not of llama"),
+        (
+            {"family": "Phi3"},
+            GGUFOptions(metadata={"phi3.rope.scaling.attn_factor": 1.5}),
+            "attn_factor is 1.5; supported is 1.0 without",
+        ),
+        (
+            {"family": "Phi3"},
+            GGUFOptions(tensors={name: factors[:6] for name, factors in LONG_FACTORS.items()}),
+            "longrope has 6 short factors; 16 rotated elements of a head need 8",
+        ),
+        (
+            {"family": "Qwen3Moe", "num_experts": 4, "num_experts_per_tok": 2},
+            GGUFOptions(metadata={"qwen3moe.expert_weights_norm": False}),
+            "expert_weights_norm is False; supported is True",
+        ),
+        (
+            {"family": "Mixtral", "num_local_experts": 4},
+            GGUFOptions(metadata={"llama.expert_used_count": 5}),
+            "num_experts_per_tok is 5, but there are 4 experts",
+        ),
+    ],
+)
+def test_gguf_longrope_and_mixtures_that_cannot_be(
+    tmp_path: Path, model: dict[str, Any], options: GGUFOptions, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_gguf(tmp_path, options, **model)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +285,7 @@ def test_gguf_what_cannot_be_is_an_error(tmp_path: Path, metadata: dict[str, Any
         (np.zeros(8, np.float32), {}, "must hold numbers greater than 0"),
         (np.full(8, np.nan, np.float32), {}, "must hold numbers greater than 0"),
         (np.ones((2, 4), np.float32), {}, r"type F32 and shape \[2, 4\]; supported is F32"),
-        (np.ones(8, np.float32), {"llama.rope.scale_linear": 2.0}, "has both linear RoPE scaling and rope_freqs"),
+        (np.ones(8, np.float32), {"llama.rope.scale_linear": 2.0}, "more than one of linear RoPE scaling, rope_freqs"),
     ],
 )
 def test_gguf_rope_factors_that_cannot_be(tmp_path: Path, factors: Any, metadata: dict[str, Any], message: str) -> None:

@@ -28,6 +28,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
     "rope_theta": 10000.0,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.05 * index for index in range(8)],
+    "long_factor": [1.0 + 0.4 * index for index in range(8)],
+    "original_max_position_embeddings": 30,
+    "rope_theta": 10000.0,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "untied": {"tie_word_embeddings": False},
     "tied": {"tie_word_embeddings": True},
@@ -79,6 +86,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
+    },
+    "phi3, rotated in part": {
+        "family": "Phi3",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
     },
     "phi3, windows": {"family": "Phi3", "sliding_window": 8, "tie_word_embeddings": True},
 }
@@ -154,6 +165,34 @@ def test_prefill_chunks_and_decode_give_the_logits_of_transformers(variant: Tiny
     chunked = PagedRun(program, config, 1)
     parts = [chunked.step({0: tokens[a:b]}) for a, b in [(0, 1), (1, 8), (8, 11), (11, 32), (32, 40)]]
     parts += [chunked.step({0: [token]}) for token in tokens[40:]]
+    torch.testing.assert_close(torch.cat(parts), expected, atol=TOLERANCE, rtol=0)
+
+
+def longrope(share: float) -> dict[str, Any]:
+    """Phi-3's with 128k tokens, or Phi-4-mini's, which rotates a part of each head."""
+    pairs = int(16 * share) // 2
+    factors = {key: LONGROPE[key][:pairs] for key in ("short_factor", "long_factor")}  # type: ignore[index]
+    return {
+        "family": "Phi3",
+        "original_max_position_embeddings": 30,
+        "rope_parameters": LONGROPE | factors | {"partial_rotary_factor": share},
+    }
+
+
+@pytest.mark.parametrize("max_model_len", [30, 64])
+@pytest.mark.parametrize(
+    "options",
+    [longrope(1.0), longrope(0.75), {"rope_parameters": LONGROPE}, {"rope_parameters": LONGROPE | {"factor": 8.0}}],
+)
+def test_longrope(tiny_llama: Callable[..., TinyLlama], options: dict[str, Any], max_model_len: int) -> None:
+    """Up to the original length transformers takes the short factors, beyond it the long ones, as Sol does for an
+    engine whose longest request is of that length."""
+    tiny = tiny_llama(**options)
+    program, config = load(tiny.directory, max_positions=max_model_len)
+    tokens = random_tokens(max_model_len, seed=0)
+    expected = expected_logits(tiny.model, tokens)
+    paged = PagedRun(program, config, 1)
+    parts = [paged.step({0: tokens[a:b]}) for a, b in [(0, 1), (1, 8), (8, max_model_len)]]
     torch.testing.assert_close(torch.cat(parts), expected, atol=TOLERANCE, rtol=0)
 
 

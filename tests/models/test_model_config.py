@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tiny_models import TinyLlama, save_llama
 
 from sol.errors import CheckpointError, ModelError, UnsupportedModelError
-from sol.models.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, load_model_config
+from sol.models.config import LinearRopeScaling, Llama3RopeScaling, LongRopeScaling, ModelConfig, load_model_config
 from sol.models.source import ModelFiles, resolve
 
 LLAMA3 = {
@@ -307,6 +307,49 @@ def test_dtype_where_no_weight_has_one(tmp_path: Path) -> None:
         load_model_config(resolve(str(tmp_path)))
 
 
+def test_phi3_as_it_was_published_first(tmp_path: Path) -> None:
+    """With the code of its time, which is not run, and longrope by its first name."""
+    published = {
+        "architectures": ["Phi3ForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_phi3.Phi3Config",
+            "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        },
+        "hidden_size": 32,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "num_attention_heads": 2,
+        "rope_scaling": {"type": "su", "short_factor": [1.0, 1.1] * 3, "long_factor": [1.5, 2] * 3},
+        "partial_rotary_factor": 0.75,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(SMALLEST | published))
+    config = load_model_config(resolve(str(tmp_path), load_format="dummy"))
+    assert config.rotary_dim == 12
+    scaling = config.rope_scaling
+    assert isinstance(scaling, LongRopeScaling)
+    assert scaling.original_max_position_embeddings == 4096
+    assert scaling.attention_factor == pytest.approx(1.1902380714)  # sqrt(1 + ln 32 / ln 4096)
+    assert (scaling.short_factors, scaling.long_factors) == ((1.0, 1.1) * 3, (1.5, 2.0) * 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partial_rotary_factor": 0.45}, "turns 7 of a head's 16 elements"),
+        ({"partial_rotary_factor": 0.1}, "turns 1 of a head's 16 elements"),
+        ({"partial_rotary_factor": 1.5}, "turns 24 of a head's 16 elements; they must be pairs"),
+        ({"rope_scaling": {"type": "longrope"}}, "short_factor must be a list of numbers greater than 0, not None"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1] * 8, "long_factor": [0] * 8}}, "long_factor must"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 7}}, "has 7 long factors"),
+    ],
+)
+def test_phi3_ropes_that_cannot_be(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    given = {"architectures": ["Phi3ForCausalLM"], "hidden_size": 32, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(SMALLEST | given | changes))
+    with pytest.raises(CheckpointError, match=message):
+        load_model_config(resolve(str(tmp_path), load_format="dummy"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -315,6 +358,7 @@ def test_dtype_where_no_weight_has_one(tmp_path: Path) -> None:
         ({"architectures": None, "model_type": "gpt2"}, "none .model_type 'gpt2'.; supported is LlamaForCausalLM"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is"),
         ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map is"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}, "auto_map is"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is silu"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method is 'bitsandbytes'; supported is awq"),
         ({"compression_config": {"format": "x"}}, "compression_config asks for weights quantised by an early version"),
@@ -323,10 +367,10 @@ def test_dtype_where_no_weight_has_one(tmp_path: Path) -> None:
         ({"torch_dtype": "float64"}, "torch_dtype is 'float64'; supported is float32, float16, bfloat16"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling: rope_type is 'yarn'; supported is default"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters: rope_type is 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
+        ({"rope_scaling": {"rope_type": "longrope2"}}, "rope_type is 'longrope2'"),
         ({"rope_scaling": LLAMA3 | {"attention_factor": 2.0}}, "attention_factor is not supported with rope_type"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention is not supported"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5; supported is 1\.0"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5; supported is 1\.0 for"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
