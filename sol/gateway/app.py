@@ -95,7 +95,7 @@ class GatewayApp:
         call_id = request_id(headers)
         reply = AsgiReply(send, ((b"x-request-id", call_id.encode()),))
         try:
-            if scope["path"] in PATHS and scope["method"] == "POST":
+            if scope["method"] == "POST" and scope["path"] in PATHS:
                 await self._generate(scope["path"], headers, call_id, receive, reply)
             else:
                 await self._page(scope["path"], scope["method"], headers, reply)

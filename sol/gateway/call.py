@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Principal:
+class Principal(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks: what the key in the request stands for."""
 
     key_id: str
@@ -25,12 +23,11 @@ class Principal:
     """The class of its requests that ask for none; None: the gateway's default."""
     limits: str | None = None
     """The name of a limit policy."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Of the key, for records and reports."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What a stage decided about a call, so that somebody who asks why can be told."""
 
     stage: str
@@ -42,8 +39,7 @@ class Decision:
     """For people; never holds what the client wrote."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a call. `estimated` is set where the engine did not tell: a stream that ended early."""
 
     prompt_tokens: int
@@ -55,8 +51,7 @@ class Usage:
     """What Sol's engine says of the call's drafts, where it was asked to."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a call ended. Times are of `time.monotonic()`."""
 
     status: int
@@ -67,7 +62,7 @@ class Outcome:
     """None where no engine did any work."""
     first_byte_at: float | None = None
     """When the first bytes of the answer came from the engine."""
-    ended_at: float = field(default_factory=time.monotonic)
+    ended_at: float = msgspec.field(default_factory=time.monotonic)
     client_left: bool = False
 
 
@@ -84,8 +79,7 @@ class OutputFilter(Protocol):
     def finish(self) -> bytes: ...
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Call:
+class Call(msgspec.Struct, kw_only=True, eq=False):
     """One request. Stages change it as it passes; the relay sends what it holds when it has passed them all."""
 
     id: str
@@ -111,7 +105,7 @@ class Call:
     """An estimate until usage comes."""
     output_tokens: int | None = None
     """What the client declared as max_tokens, for all its choices together; None where it declared nothing."""
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[Decision] = msgspec.field(default_factory=list)
     usage: Usage | None = None
     usage_so_far: Callable[[], Usage | None] | None = None
     """While an engine's stream is relayed, tells how far it is."""
@@ -133,10 +127,10 @@ class Call:
     """Engines of ours are to decode it without drafts; the answer is the same."""
     ttft_target: float | None = None
     """Seconds from arrival that its class is promised for an answer's beginning; None: nothing is."""
-    response_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    response_headers: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
     """Sent with the response, whether it is an answer or an error."""
-    output_filters: list[OutputFilter] = field(default_factory=list)
-    trail: list[tuple[str, float]] = field(default_factory=list)
+    output_filters: list[OutputFilter] = msgspec.field(default_factory=list)
+    trail: list[tuple[str, float]] = msgspec.field(default_factory=list)
     """Stages that it came to, and when (time.monotonic()); the last is where it is, or where it ended: `relay` after
     them all."""
     pace: Callable[[float, int], None] | None = None
@@ -155,13 +149,19 @@ class Call:
 
         Prompts of token ids have no text here.
         """
+        data = self.json
         for name in ("system", "instructions", "prompt", "input"):
-            yield from _texts_of(self.json.get(name))
-        messages = self.json.get("messages")
+            if name in data:
+                yield from _texts_of(data[name])
+        messages = data.get("messages")
         if isinstance(messages, list):
             for message in messages:
                 if isinstance(message, dict):
-                    yield from _texts_of(message.get("content"))
+                    content = message.get("content")
+                    if isinstance(content, str):  # nearly always
+                        yield content
+                    else:
+                        yield from _texts_of(content)
 
 
 def _texts_of(value: Any) -> Iterator[str]:

@@ -28,6 +28,17 @@ _ELSEWHERE: Final = (
 """Fields whose strings, however deep, are in the prompt, and whose word that is."""
 
 
+_TOP: Final = (
+    ("system", "system"),
+    ("instructions", "system"),
+    ("prompt", "user"),
+    ("suffix", "user"),
+    ("input", "user"),
+    ("messages", "user"),
+)
+"""Fields that hold texts, by themselves, in lists or in messages, and whose they are where they do not say so."""
+
+
 class Field(NamedTuple):
     """`container[key]` is `text`."""
 
@@ -40,13 +51,13 @@ class Field(NamedTuple):
 
 def request_fields(body: dict[str, Any]) -> Iterator[Field]:
     """All texts of a chat, completion, embedding or Responses request. A role that nobody knows is the user's."""
-    for name, role in (("system", "system"), ("instructions", "system"), ("prompt", "user"), ("suffix", "user")):
-        yield from _texts(body, name, role, name)
-    yield from _texts(body, "input", "user", "input")
-    yield from _texts(body, "messages", "user", "messages")
+    for name, role in _TOP:
+        if name in body:
+            yield from _texts(body, name, role, name)
     # Descriptions of tools, schemas, documents and templates reach the model's prompt as well.
     for name, role in _ELSEWHERE:
-        yield from _all_strings(body, name, role)
+        if name in body:
+            yield from _all_strings(body, name, role)
 
 
 _UNREADABLE: Final = ("prompt_token_ids", "prompt_embeds")

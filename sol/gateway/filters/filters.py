@@ -88,19 +88,22 @@ class Filters:
             return
         numbers = self._input.numbers(subject)
         long = sum(len(field.text) for field in fields) > LONG
-        loop = asyncio.get_running_loop()
-        found = _Found([], [])
         if numbers and long:
-            found = await loop.run_in_executor(self._long, _find, self._input, numbers, fields)
+            found = await asyncio.get_running_loop().run_in_executor(self._long, _find, self._input, numbers, fields)
         elif numbers:
             found = _find(self._input, numbers, fields)
-        threads = [thread for thread in self._detectors if applies(thread.detector.rule.config.scope, subject)]
-        if threads:
+        else:
+            found = _Found([], [])
+        if self._detectors:
+            threads = [thread for thread in self._detectors if applies(thread.detector.rule.config.scope, subject)]
             for more in await asyncio.gather(*(self._detect(thread, fields) for thread in threads)):
                 found.hits.extend(more.hits)
                 found.failures.extend(more.failures)
         if found.hits or found.failures:
-            verdict = await loop.run_in_executor(self._long, self._judge, found) if long else self._judge(found)
+            if long:
+                verdict = await asyncio.get_running_loop().run_in_executor(self._long, self._judge, found)
+            else:
+                verdict = self._judge(found)
             self._act(call, verdict, found.failures)
 
     def output(self, call: Call) -> OutputFilter | None:
@@ -319,19 +322,27 @@ def _too_big(rule: SizeRule, call: Call) -> tuple[str, str, RequestError | Reque
     """The field, by how much, and the error."""
     messages = call.json.get("messages")
     count = len(messages) if isinstance(messages, list) else 0
-    tokens = call.input_tokens or estimate_tokens(call.json) if rule.max_input_tokens is not None else 0
-    checks: tuple[tuple[str, int | None, int, str], ...] = (
-        ("body", rule.max_bytes, len(call.body), "bytes"),
-        ("messages", rule.max_messages, count, "messages"),
-        ("messages" if count else "prompt", rule.max_input_tokens, tokens, "tokens, by estimate"),
-        (_length_field(call.json), rule.max_output_tokens, call.output_tokens or 0, "tokens of output"),
-    )
-    for field, limit, size, unit in checks:
-        if limit is not None and size > limit:
-            text = rule.message or f"{field}: at most {limit} {unit} are allowed here, these are {size}"
-            error = RequestTooLargeError(text) if unit == "bytes" else RequestError(text, param=field)
-            return field, f"{size} > {limit} {unit}", error
+    if rule.max_bytes is not None and len(call.body) > rule.max_bytes:
+        return _excess(rule, "body", rule.max_bytes, len(call.body), "bytes")
+    if rule.max_messages is not None and count > rule.max_messages:
+        return _excess(rule, "messages", rule.max_messages, count, "messages")
+    if rule.max_input_tokens is not None:
+        tokens = call.input_tokens or estimate_tokens(call.json)
+        if tokens > rule.max_input_tokens:
+            field = "messages" if count else "prompt"
+            return _excess(rule, field, rule.max_input_tokens, tokens, "tokens, by estimate")
+    if rule.max_output_tokens is not None and (call.output_tokens or 0) > rule.max_output_tokens:
+        size = call.output_tokens or 0
+        return _excess(rule, _length_field(call.json), rule.max_output_tokens, size, "tokens of output")
     return None
+
+
+def _excess(
+    rule: SizeRule, field: str, limit: int, size: int, unit: str
+) -> tuple[str, str, RequestError | RequestTooLargeError]:
+    text = rule.message or f"{field}: at most {limit} {unit} are allowed here, these are {size}"
+    error = RequestTooLargeError(text) if unit == "bytes" else RequestError(text, param=field)
+    return field, f"{size} > {limit} {unit}", error
 
 
 def _length_field(body: dict[str, Any]) -> str:

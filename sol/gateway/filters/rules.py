@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from sol.errors import ConfigError
 from sol.gateway.filters.config import (
@@ -30,8 +30,7 @@ logger = logging.getLogger("sol.gateway.filters")
 _WEIGHTS: Final = {sign.name: sign.weight for sign in SIGNS}
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(NamedTuple):
     """Whose texts are looked at, for scopes."""
 
     model: str = ""
@@ -84,11 +83,16 @@ class RuleSet:
     rules: tuple[Rule, ...]
     matcher: Matcher
     injection: frozenset[int] = field(init=False)
+    _all: frozenset[int] | None = field(init=False, default=None)
+    """The numbers of all rules, where whose text it is makes no difference."""
 
     def __post_init__(self) -> None:
         self.injection = frozenset(
             number for number, rule in enumerate(self.rules) if isinstance(rule.config, InjectionRule)
         )
+        scopes = [rule.config.scope for rule in self.rules]
+        if all(scope.models is scope.classes is scope.tenants is None for scope in scopes):
+            self._all = frozenset(range(len(self.rules)))
 
     def find(self, text: str, failed: Failed, numbers: frozenset[int], role: str | None = None) -> list[Hit]:
         """What the rules of these numbers act on in a whole text, by where it begins; `role`: whose text it is."""
@@ -102,7 +106,7 @@ class RuleSet:
                 rule = self.rules[match.rule]
                 if role is None or rule.config.scope.roles is None or role in rule.config.scope.roles:
                     hits.append(Hit(rule, match.label, match.start, match.end, text[match.start : match.end]))
-        for number in self.injection & numbers:
+        for number in self.injection & numbers if self.injection else ():
             rule = self.rules[number]
             if role is None or rule.config.scope.roles is None or role in rule.config.scope.roles:
                 hits += self._sentences(text, rule, [match for match in matches if match.rule == number])
@@ -128,6 +132,8 @@ class RuleSet:
 
     def numbers(self, subject: Subject) -> frozenset[int]:
         """Of the rules that look at this subject's texts."""
+        if self._all is not None:
+            return self._all
         return frozenset(n for n, rule in enumerate(self.rules) if applies(rule.config.scope, subject))
 
 

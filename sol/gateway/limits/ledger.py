@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from sol.gateway.errors import RateLimitError
 
@@ -34,8 +34,7 @@ class Limit:
     tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(NamedTuple):
     """How much of a limit is taken, the request at hand included."""
 
     limit: Limit

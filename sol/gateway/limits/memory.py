@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from sol.gateway.errors import RateLimitError
 from sol.gateway.limits.ledger import (
@@ -120,11 +121,9 @@ class MemoryLedger:
         if reservation.id not in self._open and not reservation.settled:
             error = beyond(reservation.limits, reservation.tokens) or self._refusal(reservation, windows, now)
             if error is None:
-                cells = tuple(window.add(quantum, 1, reservation.tokens) for window in windows)
+                cells = tuple([window.add(quantum, 1, reservation.tokens) for window in windows])
                 self._open[reservation.id] = _Entry(reservation, cells, reservation.tokens, now + self._lease)
-        reservation.standings = tuple(
-            self._standing(limit, window, now) for limit, window in zip(reservation.limits, windows, strict=True)
-        )
+        reservation.standings = tuple(map(self._standing, reservation.limits, windows, repeat(now)))
         if error is not None:
             raise error
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,6 +33,10 @@ _LAST_BYTE_SECONDS = 0.02
 """From the last byte of an answer to its settlement, at most, on a gateway that keeps up."""
 _NO_OUTPUT = ("/embeddings", "/rerank", "/score", "/classify", "/pooling", "/tokenize", "/detokenize")
 _NOBODY = "anonymous"
+_RATE_HEADERS = tuple(
+    tuple(f"x-ratelimit-{what}-{kind}".encode() for what in ("limit", "remaining", "reset"))
+    for kind in ("requests", "tokens")
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +111,7 @@ class LimitStage:
         if call.output_tokens is None:
             # A guess must not make a request impossible that would have fit.
             tokens = min([tokens, *(max(limit.tokens, call.input_tokens) for limit in limits if limit.tokens)])
-        reservation = Reservation(uuid.uuid4().hex, limits, tokens)
+        reservation = Reservation(os.urandom(16).hex(), limits, tokens)
         opened = _Open(call, reservation, model, None if ids else characters, in_ledger=bool(limits))
         self._open[id(call)] = opened
         if not limits:
@@ -260,19 +264,22 @@ class LimitStage:
 def rate_headers(standings: tuple[Standing, ...]) -> list[tuple[bytes, bytes]]:
     """OpenAI's `x-ratelimit-*`, of whichever limit has the least left: the one that the client will run into."""
     headers: list[tuple[bytes, bytes]] = []
-    for kind in ("requests", "tokens"):
-        least: tuple[int, int, float] | None = None
+    for index, (limit_name, remaining_name, reset_name) in enumerate(_RATE_HEADERS):
+        left = 0
+        least: tuple[int, Standing] | None = None
         for standing in standings:
-            most: int | None = getattr(standing.limit, kind)
+            limit = standing.limit
+            most = limit.tokens if index else limit.requests
             if most is not None:
-                left = max(0, most - int(getattr(standing, kind)))
-                if least is None or left < least[0]:
-                    least = left, most, standing.reset
+                here = max(0, most - int(standing.tokens if index else standing.requests))
+                if least is None or here < left:
+                    left, least = here, (most, standing)
         if least is not None:
-            name = kind.encode()
-            headers.append((b"x-ratelimit-limit-" + name, b"%d" % least[1]))
-            headers.append((b"x-ratelimit-remaining-" + name, b"%d" % least[0]))
-            headers.append((b"x-ratelimit-reset-" + name, _duration(least[2])))
+            headers += (
+                (limit_name, b"%d" % least[0]),
+                (remaining_name, b"%d" % left),
+                (reset_name, _duration(least[1].reset)),
+            )
     return headers
 
 

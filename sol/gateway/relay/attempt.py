@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import random
 import time
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from sol.gateway.call import Call, Usage
 from sol.gateway.errors import (
@@ -63,8 +62,7 @@ class ClientStalled(Exception):
     """The client takes nothing of what it is sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A whole answer of an engine that was not passed on yet."""
 
     status: int

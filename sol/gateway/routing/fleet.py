@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sol.errors import UnknownModelError
 from sol.gateway.routing.engine import Engine
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from sol.gateway.config import GatewayConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Askable:
+class Askable(NamedTuple):
     engines: list[Engine]
     panic: bool
     """More than may be left out look ill, so that being ill was not held against those that listen."""

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sol.gateway.call import Call
 from sol.gateway.errors import NoCapacityError
@@ -16,8 +16,7 @@ from sol.gateway.routing.engine import Engine
 from sol.gateway.routing.fleet import Fleet, Pool
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     engine: Engine
     rule: str
     """What decided: only_one, least_latency, prefix (its favourite), prefix_escape (the favourite was too busy)."""

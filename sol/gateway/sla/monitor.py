@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from sol.gateway.call import Call, Outcome
 from sol.gateway.queue.config import CLASSES
@@ -75,8 +75,7 @@ class LevelReport:
     """Of the class as a whole, over the fast window."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
+class _Sample(NamedTuple):
     """One request: what was seen of it. `ttft` and `itl` are None where it has none, inf where it was not served."""
 
     failed: bool
