@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -26,7 +28,7 @@ from sol.server.generation import (
     make_choices,
 )
 from sol.server.logprobs import completion_logprobs, echoed_logprobs, joined_logprobs, prompt_entries
-from sol.server.params import completion_params, echoes_only
+from sol.server.params import chooses_best, completion_params, echoes_only
 from sol.server.parsing import parse_body
 from sol.server.prompts import check_length, check_token_ids, encode
 from sol.server.protocol import CompletionBody
@@ -85,6 +87,19 @@ def _echo(model: ServedModel, body: CompletionBody, prompts: list[list[int]]) ->
     ]
 
 
+def _best(outputs: Sequence[ChoiceOutput], count: int) -> list[ChoiceOutput]:
+    """Of each prompt the `count` choices of the highest mean logprob of a token, the best first; of equals, those that
+    were first."""
+
+    def rank(output: ChoiceOutput) -> tuple[int, float]:
+        logprobs = [entry.logprob for entry in output.logprobs or ()]
+        # A choice without a token, which ended before its first, says least.
+        return output.choice.prompt_index, -sum(logprobs) / len(logprobs) if logprobs else math.inf
+
+    ranked = itertools.groupby(sorted(outputs, key=rank), key=lambda output: output.choice.prompt_index)
+    return [output for _, of_prompt in ranked for output in itertools.islice(of_prompt, count)]
+
+
 class _Completion:
     """The answer to one request, whole or in chunks. `echoed` holds one text a prompt, where they are repeated."""
 
@@ -103,6 +118,9 @@ class _Completion:
         self._echoes = echoed is not None
         self._echoes_only = echoes_only(body)
         """What is generated is left out."""
+        self._hides_logprobs = body.logprobs is None
+        self._num_returned = (body.n or 1) if chooses_best(body) else None
+        """Of each prompt; None: all, as they were made."""
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -111,18 +129,20 @@ class _Completion:
 
     async def complete(self) -> dict[str, Any]:
         outputs = await generate_whole(self._state, self._choices)
+        if self._num_returned is not None:
+            outputs = _best(outputs, self._num_returned)
         return {
             **self._head(),
             "choices": [
                 {
-                    "index": output.choice.index,
-                    "text": echoed + output.text,
+                    "index": index,
+                    "text": self._echoed[output.choice.index] + output.text,
                     "logprobs": self._all_logprobs(output),
                     **self._prompt_logprobs(output),
                     "finish_reason": output.finish_reason,
                     "stop_reason": output.stop_reason,
                 }
-                for echoed, output in zip(self._echoed, map(self._shown, outputs), strict=True)
+                for index, output in enumerate(map(self._shown, outputs))
             ],
             "usage": self._usage(),
         }
@@ -180,7 +200,7 @@ class _Completion:
         )
 
     def _logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:
-        if output.logprobs is None:
+        if output.logprobs is None or self._hides_logprobs:
             return None
         shift = len(self._echoed[output.choice.index])
         offsets = [shift + offset for offset in output.token_offsets]

@@ -8,7 +8,7 @@ every model. (vLLM applies them; a client that wants them sends them.)
 from __future__ import annotations
 
 from sol.errors import RequestError
-from sol.sampling_params import MAX_LOGPROBS, SamplingParams
+from sol.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 from sol.server.protocol import ChatBody, CompletionBody, GenerationBody
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -46,19 +46,47 @@ def chat_params(body: ChatBody) -> SamplingParams:
 
 
 def completion_params(body: CompletionBody) -> SamplingParams:
-    """Raises `RequestError`."""
+    """Of a request with `best_of`, its `n` is how many are generated, and they have logprobs, which rank them.
+
+    Raises `RequestError`.
+    """
     _check_stream(body)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise RequestError(
-            f"best_of is not supported unless it equals n: it is {body.best_of}, n is {body.n or 1}", param="best_of"
-        )
+    _check_best_of(body)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if echoes_only(body):
         max_tokens = 1
     params = sampling_params(body, max_tokens=max_tokens, max_tokens_name="max_tokens", logprobs=body.logprobs)
     if body.echo and params.logprobs is not None:
         params.prompt_logprobs = max(params.logprobs, params.prompt_logprobs or 0)
+    if chooses_best(body):
+        assert body.best_of is not None
+        params.n = body.best_of
+        params.logprobs = params.logprobs or 0
     return params
+
+
+def chooses_best(body: CompletionBody) -> bool:
+    """Whether more choices are generated than are returned."""
+    return body.best_of is not None and body.best_of != (body.n or 1)
+
+
+def _check_best_of(body: CompletionBody) -> None:
+    if body.best_of is None:
+        return
+    if not 1 <= body.best_of <= MAX_CHOICES:
+        raise RequestError(f"best_of must be from 1 to {MAX_CHOICES}, not {body.best_of}", param="best_of")
+    if body.best_of < (body.n or 1):
+        raise RequestError(
+            f"best_of ({body.best_of}) is how many choices are generated, so it must be at least n ({body.n or 1}), "
+            "how many of them are returned",
+            param="best_of",
+        )
+    if body.stream and chooses_best(body):
+        raise RequestError(
+            f"best_of ({body.best_of}) cannot be streamed: which {body.n or 1} are the best is known at the end; leave "
+            "stream out",
+            param="best_of",
+        )
 
 
 def echoes_only(body: CompletionBody) -> bool:

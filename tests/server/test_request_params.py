@@ -88,12 +88,20 @@ def test_no_tokens_beside_an_echo() -> None:
     assert error.value.param == "max_tokens"
 
 
-def test_best_of_must_be_n() -> None:
+def test_best_of() -> None:
     assert completion(best_of=1).n == 1
-    assert completion(best_of=2, n=2).n == 2
-    with pytest.raises(RequestError) as error:
-        completion(best_of=3, n=2)
-    assert error.value.param == "best_of"
+    for stream in (False, True):
+        plain = completion(best_of=2, n=2, stream=stream)
+        assert (plain.n, plain.logprobs) == (2, None)
+    assert (completion(best_of=3, n=2).n, completion(best_of=3, n=2).logprobs) == (3, 0)
+    assert (completion(best_of=3, logprobs=4).n, completion(best_of=3, logprobs=4).logprobs) == (3, 4)
+    refused: list[dict[str, Any]] = [
+        {"best_of": 1, "n": 2}, {"best_of": 0}, {"best_of": 129}, {"best_of": 2, "stream": True},
+    ]  # fmt: skip
+    for fields in refused:
+        with pytest.raises(RequestError) as error:
+            completion(**fields)
+        assert error.value.param == "best_of"
 
 
 def test_stream_options_need_a_stream() -> None:

@@ -67,6 +67,26 @@ def test_the_index_is_prompt_times_n_plus_choice(client: openai.OpenAI) -> None:
     assert chunks[-1].usage == whole.usage or chunks[-1].usage is not None
 
 
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 1}, {"echo": True, "logprobs": 0}])
+def test_best_of(client: openai.OpenAI, extra: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"model": "smollm2", "prompt": ["One", "Two"], "seed": 5, "max_tokens": 4} | extra
+    options["temperature"] = 2.0
+    everything = client.completions.create(**{**options, "logprobs": 1}, n=4)
+    best = client.completions.create(**options, n=2, best_of=4)
+
+    def mean(choice: Any) -> float:
+        return sum(choice.logprobs.token_logprobs[-4:]) / 4
+
+    ranked = [sorted(everything.choices[a : a + 4], key=mean, reverse=True)[:2] for a in (0, 4)]
+    assert [choice.text for choice in best.choices] == [choice.text for two in ranked for choice in two]
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert all((choice.logprobs is None) == ("logprobs" not in extra) for choice in best.choices)
+    assert best.usage is not None
+    assert everything.usage is not None
+    assert best.usage.completion_tokens == everything.usage.completion_tokens
+    assert best.usage.prompt_tokens == everything.usage.prompt_tokens
+
+
 def test_echo(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     plain = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=3).choices[0].text
     for prompt in (PROMPT, tokenizer.encode(PROMPT)):
