@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +15,8 @@ import openai
 from gateway_harness import CHAT, COMPLETION, Running, events, running, until
 
 from sol.gateway.limits.stage import LimitStage
+from sol.gateway.parsing import make_call
+from sol.gateway.reply import Headers, KeptReply
 
 LONG: dict[str, Any] = {**COMPLETION, "max_tokens": 3000, "ignore_eos": True, "stream": True}
 LIMITS = {"default_tenant": {"requests_per_minute": 10**6, "tokens_per_minute": 10**9}}
@@ -170,6 +173,38 @@ async def test_what_clients_do_wrong_never_opens_the_breaker() -> None:
                 await it.http.post("/v1/completions", json={**LONG, "stream": False}, timeout=0.03)
         assert (it.engine("a").breaker.num_opened, it.engine("a").health.is_well) == (0, True)
         assert (await it.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+
+
+class Deaf(KeptReply):
+    """A client that takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_written_to, self.takes = asyncio.Event(), asyncio.Event()
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.started = True
+
+    async def write(self, data: bytes) -> None:
+        self.is_written_to.set()
+        await self.takes.wait()
+
+    async def end(self) -> None:
+        pass
+
+
+async def test_a_client_that_does_not_read_makes_no_engine_hang() -> None:
+    # Without metrics, only bytes tell whether the engine goes on.
+    async with running(engine={"metrics_path": "/none"}) as it:
+        gateway, reply, engine = it.gateway, Deaf(), it.engine("a")
+        body = json.dumps({**COMPLETION, "stream": True}).encode()
+        call = make_call("/v1/completions", {}, body, call_id="x", arrived=time.monotonic())
+        task = asyncio.create_task(gateway.pipeline.run(call, lambda call: gateway.answer(call, reply)))
+        await reply.is_written_to.wait()
+        assert engine.num_streaming == 1
+        assert not engine.is_stalled(time.monotonic() + 1000, 30)
+        reply.takes.set()
+        assert (await task).status == 200
 
 
 async def test_one_client_that_does_not_read_holds_up_nobody() -> None:

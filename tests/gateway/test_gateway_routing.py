@@ -246,6 +246,12 @@ def test_an_engine_stalls_when_its_work_stands_still() -> None:
     engine.last_byte_at = started + 50
     assert not engine.is_stalled(started + 79, 30)
     assert engine.is_stalled(started + 81, 30)
+    flight.waits_for_client = lambda: True
+    assert not engine.is_stalled(started + 1000, 30)  # nothing is read while the client takes nothing
+    other = engine.begin(call())
+    other.first_byte()
+    assert engine.is_stalled(started + 1000, 30)
+    other.end("neutral")
     flight.end("ok")
     assert not engine.is_stalled(started + 1000, 30)
     assert (engine.in_flight, engine.num_streaming) == (0, 0)

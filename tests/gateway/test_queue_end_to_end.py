@@ -178,6 +178,15 @@ async def test_an_engine_in_which_requests_wait_gets_fewer() -> None:
         assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 16
 
 
+async def test_an_engine_that_refuses_gets_fewer_also_where_another_one_answers() -> None:
+    refuses = {"kind": "error", "status": 503}
+    async with running(2, faults=[refuses], queue={"min_credits": 1}) as it:
+        answers = await asyncio.gather(*(post(it) for _ in range(8)))
+        assert [answer.status_code for answer in answers] == [200] * 8
+        await until(lambda: it.engine("a").credits is not None)
+        assert it.engine("b").credits is None
+
+
 async def test_steps_of_degradation_reach_the_engine_and_the_client() -> None:
     steps = [{"action": "drafts_off"}, {"action": "max_tokens", "max_tokens": 3}, {"action": "shed"}]
     laws = {"num_speculative_tokens": 3, "acceptance_rate": 1.0}

@@ -14,6 +14,7 @@ from gateway_harness import until
 
 from sol.gateway.call import Call, Outcome, Usage
 from sol.gateway.config import make_config
+from sol.gateway.filters.errors import FilterFailedError
 from sol.gateway.parsing import make_call
 from sol.gateway.queue.stage import QueueStage
 from sol.gateway.reply import KeptReply
@@ -190,6 +191,17 @@ async def test_who_was_given_up_waits_again_also_where_the_queue_is_full() -> No
         await it.waits(2)  # both of batch: it was let in, and is not refused for want of room
         assert not task.done()
         assert given_up.usage is None  # of work that was done in vain
+
+
+async def test_what_a_filter_refuses_is_no_refusal_of_the_engine() -> None:
+    async with queue() as it:
+        call, task = it.send("interactive")
+        await it.begun(1)
+        await it.stage.leave(call, Outcome(status=503, error=FilterFailedError("an answer could not be looked at")))
+        it.stage.look(time.monotonic() + 10)
+        assert it.fleet.engines["a"].credits is None
+        it.ends[call].set()
+        await task
 
 
 async def test_a_call_that_cannot_be_learned_from_gives_its_place_back() -> None:

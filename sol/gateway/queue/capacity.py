@@ -30,6 +30,8 @@ class FleetCapacity:
         }
         self._prompts_ahead = config.queue.prompts_ahead
         self._read_at: dict[str, float] = {}
+        self._num_refused = dict.fromkeys(self.credits, 0)
+        """Of each engine, those that its credits know of."""
         self._under_way: list[Waiter] = []
         """Granted, and not yet counted by an engine."""
         self._rivals: Mapping[str, frozenset[str]] = {
@@ -72,6 +74,8 @@ class FleetCapacity:
         for name, credit in self.credits.items():
             engine = self._fleet.engines[name]
             credit.taken(engine.in_flight)
+            credit.refused(engine.num_refused - self._num_refused[name])
+            self._num_refused[name] = engine.num_refused
             engine.presume_begun(now)
             self.look_for_room(engine, now)
             signals = engine.signals

@@ -58,9 +58,9 @@ class Credits:
         self._num_answers += 1
         self._num_slow += slow
 
-    def refused(self) -> None:
+    def refused(self, times: int = 1) -> None:
         """The engine said 429 or 503."""
-        self._num_refused += 1
+        self._num_refused += times
 
     def look(
         self,

@@ -29,7 +29,6 @@ _TICK_SECONDS: Final = 0.05
 _BYPASS: Final = frozenset({"/tokenize", "/detokenize"})
 """They take no engine's time worth waiting for."""
 _EMBEDDINGS: Final = "/v1/embeddings"
-_REFUSALS: Final = frozenset({429, 503})
 _SHOWN_WAIT: Final = 0.001
 
 
@@ -195,8 +194,6 @@ class QueueStage:
     def _learn(self, slot: _Slot, granted_at: float, outcome: Outcome) -> None:
         call, usage, first = slot.call, outcome.usage, outcome.first_byte_at
         credit = self.capacity.credits.get(call.backend or "")
-        if outcome.status in _REFUSALS and credit is not None and call.attempt:
-            credit.refused()
         if usage is None or first is None:
             return
         law = self.laws[slot.model]

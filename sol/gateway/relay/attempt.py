@@ -34,6 +34,7 @@ _KEPT: Final = frozenset(
     {b"content-type", b"cache-control", b"retry-after", b"retry-after-ms", b"x-should-retry", b"openai-processing-ms"}
 )
 """Of an engine's response headers."""
+_REFUSALS: Final = frozenset({429, 503})
 _MAX_USAGE_BYTES: Final = 2**20
 _LAST_WORD_SECONDS: Final = 2.0
 _USAGE_SECONDS: Final = 1.0
@@ -89,9 +90,12 @@ class Attempt:
         client has been told a status, a failure of the engine is told to it as an event, and the error is raised.
         """
         flight = self._engine.begin(self._call)
+        flight.waits_for_client = lambda: self._sending
         verdict: Verdict = "neutral"
         try:
             answer = await self._run(flight)
+            if answer is not None and answer.status in _REFUSALS:
+                flight.refused()
             verdict = "fault" if answer is not None and answer.status >= 500 else "ok"
             return answer
         except (Unanswered, UpstreamError, UpstreamTimeoutError) as error:

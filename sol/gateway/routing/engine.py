@@ -58,8 +58,10 @@ class Engine:
         """The gateway's open requests."""
         self.in_flight_by_class: dict[str, int] = {}
         """Of these, how many are of each class."""
-        self.num_streaming = 0
-        """Of them, those whose answer has begun."""
+        self.num_refused = 0
+        """Requests that it answered with 429 or 503, ever."""
+        self._streams: dict[Flight, None] = {}
+        """Of the open requests, those whose answer has begun."""
         self.last_byte_at = 0.0
         """time.monotonic() of the last bytes of any answer."""
         self._busy_since = 0.0
@@ -70,6 +72,10 @@ class Engine:
         """When that was last seen to have moved."""
         self._unanswered: dict[Flight, None] = {}
         """The oldest first."""
+
+    @property
+    def num_streaming(self) -> int:
+        return len(self._streams)
 
     @property
     def is_full(self) -> bool:
@@ -102,12 +108,12 @@ class Engine:
     def is_stalled(self, now: float, seconds: float) -> bool:
         """Whether it has work and made no progress for so long, as far as that can be seen.
 
-        Streams that have begun must bring bytes. A request without an answer may wait, or its prompt be long: only an
+        Streams that have begun must bring bytes, but for those whose client takes nothing. A request without an answer may wait, or its prompt be long: only an
         engine that counts its steps can be seen to stand still over it, and only after many times what it should take.
         """
         if now - max(self._busy_since, self.last_byte_at, self._progress_at) <= seconds or not self.in_flight:
             return False
-        if self.num_streaming:
+        if not all(flight.waits_for_client() for flight in self._streams):
             return True
         if self._progress is None or not self._unanswered:
             return False
@@ -140,15 +146,27 @@ class Engine:
                 self.prompts.gone(flight.prompt_tokens)
                 flight.prompt_tokens = 0
 
-    def answered(self, flight: Flight) -> None:
+    def begun(self, flight: Flight) -> None:
         self._unanswered.pop(flight, None)
+        self._streams[flight] = None
+
+    def ended(self, flight: Flight) -> None:
+        self._unanswered.pop(flight, None)
+        self._streams.pop(flight, None)
+        self.in_flight -= 1
+        self.in_flight_by_class[flight.class_name] -= 1
+
+
+def _never() -> bool:
+    return False
 
 
 class Flight:
     """A call on its way to an engine and back. `end` is called once, whatever happens."""
 
     __slots__ = (
-        "_engine", "_load", "_streaming", "_trial", "call", "class_name", "prompt_load", "prompt_tokens", "started_at",
+        "_engine", "_load", "_trial", "call", "class_name", "prompt_load", "prompt_tokens", "started_at",
+        "waits_for_client",
     )  # fmt: skip
 
     def __init__(self, engine: Engine, call: Call) -> None:
@@ -161,26 +179,26 @@ class Flight:
         self.started_at = now = time.monotonic()
         self._load = engine.load(now)
         self._trial = engine.breaker.begin(now)
-        self._streaming = False
+        self.waits_for_client: Callable[[], bool] = _never
+        """Whether nothing is read of its stream, because its client takes nothing."""
 
     def first_byte(self) -> None:
         """The stream has begun."""
         engine, now = self._engine, time.monotonic()
-        self._streaming = True
-        engine.num_streaming += 1
-        engine.answered(self)
+        engine.begun(self)
         engine.prompts.begun(self.prompt_tokens, self.prompt_load, now - self.started_at, now)
         self.prompt_tokens = 0
         engine.latency.observe(self.call.input_tokens, self._load, now - self.started_at, now)
         if engine.on_begun is not None:
             engine.on_begun()
 
+    def refused(self) -> None:
+        """The engine has no place for it, and says so."""
+        self._engine.num_refused += 1
+
     def end(self, verdict: Verdict) -> None:
         engine = self._engine
-        engine.answered(self)
+        engine.ended(self)
         engine.prompts.gone(self.prompt_tokens)
         self.prompt_tokens = 0
-        engine.in_flight -= 1
-        engine.in_flight_by_class[self.class_name] -= 1
-        engine.num_streaming -= self._streaming
         engine.breaker.end(verdict, time.monotonic(), trial=self._trial)
