@@ -32,14 +32,14 @@ UNSUPPORTED: Final[tuple[tuple[str, Schema], ...]] = (
     ("propertyNames", {"type": "object", "propertyNames": {"maxLength": 3}}),
     ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),
     ("look-ahead", {"type": "string", "pattern": "^(?=a)[a-z]{3}$"}),
-    ("unresolvable", {"$ref": "https://example.org/nowhere.json"}),
+    ("nowhere.json", {"$ref": "https://example.org/nowhere.json"}),
 )
-"""What makes them unsupported, and a schema with it."""
+"""What the refusal must name, and a schema with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A schema, and whether it has a keyword that must be refused (its name)."""
+    """A schema, and what its refusal must name if it has to be refused."""
 
     schema: Schema
     unsupported: str | None = None

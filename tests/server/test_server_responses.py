@@ -119,7 +119,7 @@ def test_events(client: openai.OpenAI) -> None:
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["reasoning.encrypted_content"]}, "include"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tokens": 5}, "max_tokens"),
