@@ -108,8 +108,9 @@ class Engine:
     def is_stalled(self, now: float, seconds: float) -> bool:
         """Whether it has work and made no progress for so long, as far as that can be seen.
 
-        Streams that have begun must bring bytes, but for those whose client takes nothing. A request without an answer may wait, or its prompt be long: only an
-        engine that counts its steps can be seen to stand still over it, and only after many times what it should take.
+        Streams that have begun must bring bytes, but for those whose client takes nothing. A request without an answer
+        may wait, or its prompt be long: only an engine that counts its steps can be seen to stand still over it, and
+        only after many times what it should take.
         """
         if now - max(self._busy_since, self.last_byte_at, self._progress_at) <= seconds or not self.in_flight:
             return False
