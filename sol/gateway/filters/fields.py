@@ -142,8 +142,8 @@ class Channel(NamedTuple):
 CHOICE_TEXTS: Final = ("reasoning_content", "reasoning", "content", "refusal")
 
 
-_CONTENT: Final = Channel("content")
-_TEXT: Final = Channel("text")
+CONTENT: Final = Channel("content")
+TEXT: Final = Channel("text")
 
 
 def choice_fields(choice: dict[str, Any]) -> list[tuple[Channel, dict[str, Any], str]]:
@@ -152,13 +152,13 @@ def choice_fields(choice: dict[str, Any]) -> list[tuple[Channel, dict[str, Any],
     if not isinstance(holder, dict):
         holder = choice.get("message")
     if not isinstance(holder, dict):
-        return [(_TEXT, choice, "text")] if isinstance(choice.get("text"), str) else []
+        return [(TEXT, choice, "text")] if isinstance(choice.get("text"), str) else []
     content = holder.get("content")
     if len(holder) == 1 and isinstance(content, str):  # nearly all chunks
-        return [(_CONTENT, holder, "content")]
+        return [(CONTENT, holder, "content")]
     found = [(Channel(name), holder, name) for name in CHOICE_TEXTS if isinstance(holder.get(name), str)]
     if isinstance(choice.get("text"), str):
-        found.append((_TEXT, choice, "text"))
+        found.append((TEXT, choice, "text"))
     calls = holder.get("tool_calls")
     if isinstance(calls, list):
         for place, call in enumerate(calls):

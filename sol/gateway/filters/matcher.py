@@ -72,6 +72,8 @@ class Matcher:
         self._expressions: list[_Compiled] = []
         self._set: Any = None
         self._held: Any = None
+        self._nothing: list[int] = []
+        """What the set says of a text in which nothing is."""
         self._words: Any = None
         self._longest_word = 0
         self._first_characters: frozenset[str] = frozenset()
@@ -91,24 +93,30 @@ class Matcher:
         """
         matches: list[Match] = []
         if self._set is not None:
-            for rule, expressions in self._matching(view.data).items():
+            for rule, expressions in self._matching(view).items():
                 try:
                     matches += self._search(view, expressions, (resume or {}).get(rule, 0))
                 except Exception as error:
                     if failed is None:
                         raise
                     failed(rule, error)
-        if self._words is not None:
+        if self._words is not None and not self._first_characters.isdisjoint(view.folded):
             matches += self._find_words(view, resume)
         if len(matches) > 1:
             matches.sort(key=_order)
         return matches
 
+    def is_quiet(self, view: View) -> bool:
+        """Whether nothing is found in it, and no match could begin in it: so it is with nearly all pieces of texts."""
+        return (self._set is None or self._look(view) == self._nothing) and (
+            self._words is None or self._first_characters.isdisjoint(view.folded)
+        )
+
     def hold(self, view: View) -> int:
         """Where in the text the earliest match begins that more text could make, or make longer; the text's length if
         there is none."""
         at = len(view.text)
-        if self._held is not None:
+        if self._held is not None and self._may_begin(view):
             held = self._held.search(view.data, view.data_lead)
             if held is not None:
                 at = view.span(view.of_bytes(held.start()), len(view.plain))[0]
@@ -116,17 +124,31 @@ class Matcher:
             text = view.folded
             end = len(text)
             begin = max(view.folded_lead, end - self._longest_word)
+            if self._first_characters.isdisjoint(text[begin:]):
+                return at
             for start, character in enumerate(text[begin:], begin):
                 if character in self._first_characters and self._words.match(text[start:]):
                     return min(at, view.folded_span(start, end)[0])
         return at
 
-    def _matching(self, data: bytes) -> dict[int, list[_Compiled]]:
+    def _look(self, view: View) -> list[int]:
+        """Which members of the set match somewhere: expressions by their numbers, then one that matches everything, and
+        of streams one for beginnings at the end."""
+        if view.found is None:
+            view.found = sorted(self._set.Match(view.data))
+        return view.found
+
+    def _may_begin(self, view: View) -> bool:
+        number = len(self._expressions)
+        found = self._look(view)
+        return number not in found or number + 1 in found
+
+    def _matching(self, view: View) -> dict[int, list[_Compiled]]:
         """The expressions that match somewhere, by rule."""
-        found = self._set.Match(data)
-        if len(found) == 1 and found[0] == len(self._expressions):
+        found = self._look(view)
+        if found == self._nothing:
             return {}
-        # The last member matches everything: without it the set ran out of memory, and nothing is known.
+        # One member matches everything: without it the set ran out of memory, and nothing is known.
         certain = len(self._expressions) in found
         rules: dict[int, list[_Compiled]] = {}
         for number in sorted(found) if certain else range(len(self._expressions)):
@@ -190,9 +212,12 @@ class Matcher:
                 if begin.pattern is not None:
                     begun.append(f"(?:{flag}{begin.pattern})")
         self._set.Add("")
-        self._set.Compile()
+        self._nothing = [len(self._expressions)]
         if begun:
-            self._held = compile_expression(f"(?:{'|'.join(begun)})\\z")
+            held = f"(?:{'|'.join(begun)})\\z"
+            self._held = compile_expression(held)
+            self._set.Add(held)
+        self._set.Compile()
 
     def _add_words(self, searches: Sequence[Search]) -> None:
         entries: dict[str, list[tuple[int, int, str, bool]]] = {}

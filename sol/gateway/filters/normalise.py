@@ -85,6 +85,7 @@ class View:
         "_folded_starts",
         "_is_itself",
         "_starts",
+        "found",
         "lead",
         "plain",
         "text",
@@ -101,6 +102,8 @@ class View:
         self._starts: list[int] | None = None
         self._folded_starts: list[int] | None = None
         self._bytes_seen = self._characters_seen = 0
+        self.found: list[int] | None = None
+        """For the matcher, which of its set matched."""
 
     @property
     def folded(self) -> str:
@@ -171,6 +174,8 @@ class View:
     def last_plain(self, end: int) -> str:
         """What the plain view of the text up to `end` ends with: the context of what follows."""
         text = self.text
+        if end and self._is_itself:
+            return text[end - 1]
         while end:
             end -= 1
             replaced = text[end].translate(_TABLE)

@@ -9,17 +9,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
-from sol.gateway.filters.fields import Channel, choice_fields
+from sol.gateway.filters.fields import CONTENT, TEXT, Channel, choice_fields
 from sol.gateway.filters.rules import Failed, Hit, RuleSet
 from sol.gateway.filters.window import Window, apply, redactions
 
 Report = Callable[[Hit, str], None]
 """Told of what is found, and in which field."""
 
+
+class _PlainDelta(msgspec.Struct, forbid_unknown_fields=True):
+    content: str
+
+
+class _PlainChoice(msgspec.Struct):
+    index: int = 0
+    delta: _PlainDelta | None = None
+    text: str | None = None
+    message: None = None
+    finish_reason: str | None = None
+
+
+class _PlainChunk(msgspec.Struct):
+    """What nearly all chunks are: one choice, and one text. Of anything else, decoding fails."""
+
+    choices: Annotated[list[_PlainChoice], msgspec.Meta(min_length=1, max_length=1)]
+
+
+_decode_plain: Final = msgspec.json.Decoder(_PlainChunk).decode
 _decode: Final = msgspec.json.Decoder().decode
 _encode: Final = msgspec.json.Encoder().encode
 _EVENT_END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -143,8 +163,8 @@ class StreamFilter:
         self._rules = rules
         self._rest = b""
         self._choices: dict[int, _Choice] = {}
-        self._envelope: dict[str, Any] = {}
-        """Of the last chunk: id, object, model …, for chunks made here."""
+        self._last_chunk: bytes | dict[str, Any] = {}
+        """The envelope of chunks made here (id, object, model …) is that of the last one that came."""
         self._chat = True
 
     def feed(self, data: bytes) -> bytes:
@@ -179,6 +199,9 @@ class StreamFilter:
             return event
         if data == b"[DONE]":
             return self._flush() + event
+        passed = self._plain(event, data)
+        if passed is not None:
+            return passed
         try:
             chunk = _decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -194,7 +217,7 @@ class StreamFilter:
         before: list[bytes] = []
         kept = []
         changed = False
-        self._envelope = chunk
+        self._last_chunk = chunk
         for choice in choices:
             if not isinstance(choice, dict):
                 kept.append(choice)
@@ -211,10 +234,37 @@ class StreamFilter:
             else:
                 kept.append(choice)
         if changed:
-            if not kept and not chunk.get("usage"):
-                return b"".join(before)
-            event = _framed(event, _json({**chunk, "choices": kept}))
+            event = _with_choices(event, chunk, kept)
         return b"".join([*before, event])
+
+    def _plain(self, event: bytes, data: bytes) -> bytes | None:
+        """What becomes of a chunk with one text that goes on where the one before ended; None: it is another one, and
+        nothing was done."""
+        try:
+            choice = _decode_plain(data).choices[0]
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            return None
+        delta = choice.delta
+        channel, text = (TEXT, choice.text) if delta is None else (CONTENT, delta.content)
+        state = self._choices.get(choice.index)
+        if not text or choice.finish_reason is not None or (delta is not None and choice.text is not None):
+            return None
+        if state is None:
+            state = self._choices[choice.index] = _Choice()
+        if state.ended or (state.last is not None and state.last != channel):
+            return None
+        self._last_chunk = data
+        self._chat = delta is not None
+        state.last = channel
+        released, rejected = self._release(choice.index, state, channel, text, final=False)
+        if released == text and not rejected:
+            return event
+        chunk = _decode(data)
+        whole = chunk["choices"][0]
+        (whole if delta is None else whole["delta"])[channel.name] = released
+        if rejected:
+            self._cut(whole, keep=channel)
+        return _with_choices(event, chunk, [] if _is_empty(whole) else [whole])
 
     def _pass(self, index: int, state: _Choice, choice: dict[str, Any], before: list[bytes]) -> bool:
         """Takes the choice's texts through their windows; whether it changed. `before`: gets chunks to send first."""
@@ -313,8 +363,20 @@ class StreamFilter:
         else:
             choice["delta"] = {channel.name: text}
         choice["finish_reason"] = finish_reason
-        envelope = {key: value for key, value in self._envelope.items() if key != "usage"}
+        last = self._last_chunk
+        envelope = {
+            name: value
+            for name, value in (_decode(last) if isinstance(last, bytes) else last).items()
+            if name != "usage"
+        }
         return b"data: %b\n\n" % _json({**envelope, "choices": [choice]})
+
+
+def _with_choices(event: bytes, chunk: dict[str, Any], choices: list[Any]) -> bytes:
+    """The event with other choices; empty if it says nothing any more."""
+    if not choices and not chunk.get("usage"):
+        return b""
+    return _framed(event, _json({**chunk, "choices": choices}))
 
 
 def _name(channel: Channel) -> str:

@@ -79,6 +79,9 @@ class Window:
         if not pending:
             return Released("")
         view = View(pending, self._before)
+        if not self._covered and self._matcher.is_quiet(view):  # nearly always
+            self._advance(view, len(pending))
+            return Released(pending)
         matches = self._matcher.find(view, self._resume, self._rule_failed)
         hold = len(pending) if final else self._matcher.hold(view)
         if not matches and not self._covered:
