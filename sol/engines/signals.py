@@ -72,6 +72,11 @@ class MetricNames:
         pattern = rf"^({'|'.join(names)})({_LABELS})?[ \t]+([^\s]+)" if names else r"(?!)"
         object.__setattr__(self, "_pattern", re.compile(pattern, re.MULTILINE))
 
+    @property
+    def is_any(self) -> bool:
+        """Whether there is a name at all."""
+        return any(getattr(self, signal) for signal in _SIGNALS)
+
     def read(self, text: str, now: float) -> Signals:
         """The signals on a metrics page. Text that is none gives None for all."""
         found: dict[str, dict[str, float]] = {}

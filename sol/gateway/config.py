@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from sol.engines.drivers import DRIVERS
 from sol.engines.spec import engine_spec
 from sol.errors import ConfigError
 from sol.gateway.degradation.config import Step
@@ -198,6 +199,41 @@ class GatewayConfig(Section):
             if step.action == "drafts_off" and not speculates:
                 raise ValueError("degradation: drafts_off: there is no engine with the driver sol; remove this step")
         return self
+
+    @model_validator(mode="after")
+    def _nothing_is_without_effect(self) -> Self:
+        for engine in self.engines:
+            if engine.metrics_path is not None and not DRIVERS[engine.driver].metric_names.is_any:
+                raise ValueError(
+                    f"engines: {engine.name}: metrics_path: of the driver {engine.driver} no metric's name is known; "
+                    "name the engine's own driver, or leave it out"
+                )
+        if not self.queue.enabled:
+            if any(level.deadline is not None for level in self.sla.levels):
+                raise ValueError("sla.levels: deadline is kept by the queue; leave it out, or queue.enabled: false")
+            for name in CLASSES:
+                if self.classes.of(name).preempt != "never":
+                    raise ValueError(f"classes: {name}: preempt needs the queue; leave out queue.enabled: false")
+        known = self._known_signals()
+        for step in self.degradation:
+            asked = step.when.signals()
+            if not asked & known:
+                raise ValueError(
+                    f"degradation: {step.action}: when: nobody will ever know {' or '.join(sorted(asked))} "
+                    "here (burn_rate needs sla.levels, wait_seconds the queue, utilisation the queue or max_in_flight, "
+                    f"kv_usage engines that say it), so the step would never be taken; {_known(known)}"
+                )
+        return self
+
+    def _known_signals(self) -> frozenset[str]:
+        """What degradation can be told here."""
+        found = {
+            "burn_rate": any(level.has_objectives for level in self.sla.levels),
+            "wait_seconds": self.queue.enabled,
+            "utilisation": self.queue.enabled or any(engine.max_in_flight is not None for engine in self.engines),
+            "kv_usage": any(DRIVERS[engine.driver].metric_names.kv_usage for engine in self.engines),
+        }
+        return frozenset(name for name, holds in found.items() if holds)
 
 
 def _once(what: str, names: Iterable[str]) -> None:

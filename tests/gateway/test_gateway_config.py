@@ -93,6 +93,30 @@ def test_a_file_is_read_with_what_the_environment_has(tmp_path: Path, monkeypatc
             "models: [{name: m, engines: [a]}]\nengines: [{name: a, url: http://x}]\nserver: {port: 99999}",
             r"server\.port: .*, not 99999",
         ),
+        (
+            "models: [{name: m, engines: [a]}]\nengines: [{name: a, url: http://x, metrics_path: /m}]",
+            "metrics_path: of the driver openai no metric's name is known",
+        ),
+        (
+            "models: [{name: m, engines: [a]}]\nengines: [{name: a, url: http://x}]\n"
+            "queue: {enabled: false}\nsla: {levels: [{deadline: 3}]}",
+            "deadline is kept by the queue",
+        ),
+        (
+            "models: [{name: m, engines: [a]}]\nengines: [{name: a, url: http://x}]\n"
+            "queue: {enabled: false}\nclasses: {batch: {preempt: abort_and_retry}}",
+            "classes: batch: preempt needs the queue",
+        ),
+        (
+            "models: [{name: m, engines: [a]}]\nengines: [{name: a, url: http://x}]\n"
+            "degradation: [{action: shed, when: {burn_rate: 2, kv_usage: 0.9}}]",
+            "nobody will ever know burn_rate or kv_usage here .* there are utilisation, wait_seconds",
+        ),
+        (
+            "models: [{name: m, engines: [a]}]\nengines: [{name: a, url: http://x}]\n"
+            "sla: {levels: [{deadline: 3}]}\ndegradation: [{action: shed, when: {burn_rate: 2}}]",
+            "nobody will ever know burn_rate here",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place_and_a_remedy(

@@ -26,9 +26,13 @@ class Pressure(Section):
     kv_usage: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     """Share of the KV caches in use, of the engines that say so."""
 
+    def signals(self) -> frozenset[str]:
+        """The names of those that have a bound."""
+        return frozenset(name for name in type(self).model_fields if getattr(self, name) is not None)
+
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if (self.burn_rate, self.wait_seconds, self.utilisation, self.kv_usage) == (None,) * 4:
+        if not self.signals():
             raise ValueError("needs burn_rate, wait_seconds, utilisation or kv_usage")
         return self
 

@@ -61,9 +61,14 @@ class ServiceLevel(Section):
     deadline: _Seconds | None = None
     """An answer that cannot begin within this time is not begun: the request is refused while it waits."""
 
+    @property
+    def has_objectives(self) -> bool:
+        """Whether it promises what is measured, beside a deadline."""
+        return (self.ttft, self.itl, self.tokens_per_second, self.errors) != (None,) * 4
+
     @model_validator(mode="after")
     def _promises_something(self) -> Self:
-        if (self.ttft, self.itl, self.tokens_per_second, self.errors, self.deadline) == (None,) * 5:
+        if not self.has_objectives and self.deadline is None:
             raise ValueError("needs ttft, itl, tokens_per_second, errors or deadline")
         return self
 
