@@ -57,6 +57,9 @@ class Choice:
     timeline: Timeline = field(init=False)
     num_tokens: int = 0
     num_cached_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    """Before it is known where reasoning ends, or that there is none, these are all tokens."""
+    reasoning_ended: bool = False
     segments: Segments | None = field(init=False)
     """When the client wants to know who made the tokens."""
 
@@ -98,6 +101,8 @@ class Usage:
     cached_tokens: int
     speculation: SpeculationUsage | None = None
     """Of all choices; None where the engine does not speculate."""
+    reasoning_tokens: int = 0
+    """Of the completion's."""
 
     @classmethod
     def of(cls, choices: Sequence[Choice]) -> Usage:
@@ -109,6 +114,7 @@ class Usage:
             speculation=add_usages(
                 (choice.speculation, choice.num_tokens) for choice in choices if choice.speculation is not None
             ),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -118,6 +124,8 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens:
+            fields["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         if self.speculation is not None:
             fields["speculation"] = usage_fields(self.speculation, self.completion_tokens)
         return fields
@@ -294,6 +302,7 @@ def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutp
             parts = merge([*parts, *choice.parser.finish()])
         if reason == "stop" and choice.parser.called:
             reason = "tool_calls"
+        _count_reasoning(choice, choice.parser.reasoning_end, delta.token_offsets)
     segments = None
     if choice.segments is not None:
         # An engine that does not speculate names nobody: everything is the model's own.
@@ -311,3 +320,16 @@ def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutp
         segments=segments,
         parts=parts,
     )
+
+
+def _count_reasoning(choice: Choice, end: int | None, token_offsets: Sequence[int]) -> None:
+    """Add new tokens, which begin at these characters, to those of reasoning, which ends at character `end`."""
+    if choice.reasoning_ended:
+        return
+    if end is None:
+        choice.num_reasoning_tokens += len(token_offsets)
+        return
+    choice.reasoning_ended = True
+    choice.num_reasoning_tokens += sum(offset < end for offset in token_offsets)
+    if not end:
+        choice.num_reasoning_tokens = 0

@@ -71,12 +71,36 @@ _MESSAGES: Final = {
         _part("text"),
         name={"type": ["string", "null"]},
         tool_call_id={"type": ["string", "null"]},
+        tool_calls={"anyOf": [{"type": "array", "items": {"$ref": "#/components/schemas/ToolCall"}}, _NULL]},
+        reasoning_content={"type": ["string", "null"]},
+        reasoning={"type": ["string", "null"]},
     ),
     "minItems": 1,
 }
-_INPUT_ITEM: Final = _message(
-    _part("input_text", "output_text", "text"), type={"enum": ["message"]}, id={"type": "string"}
-)
+_INPUT_PART: Final = _part("input_text", "output_text", "text")
+_ID: Final = {"type": "string", "minLength": 1}
+
+
+def _item(kind: str, **properties: Schema) -> Schema:
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind}, "id": {"type": "string"}, **properties},
+        "required": ["type", *properties],
+    }
+
+
+_INPUT_ITEM: Final = {
+    "anyOf": [
+        _message(_INPUT_PART, type={"enum": ["message"]}, id={"type": "string"}),
+        _item("function_call", call_id=_ID, name=_ID, arguments={"type": "string"}),
+        _item(
+            "function_call_output",
+            call_id=_ID,
+            output={"anyOf": [{"type": "string"}, {"type": "array", "items": _INPUT_PART, "minItems": 1}]},
+        ),
+        _item("reasoning", content={"type": "array", "items": _part("reasoning_text")}),
+    ]
+}
 
 _FORMS: Final[Mapping[str, Schema]] = {
     "stop": {"anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOP_STRINGS}, _NULL]},
@@ -108,7 +132,6 @@ _FORMS: Final[Mapping[str, Schema]] = {
     "stop_token_ids": {"anyOf": [{"type": "array", "items": _TOKEN_ID}, _NULL]},
     "service_tier": {"enum": [*TIERS, None]},
     "cache_salt": {"anyOf": [{"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARACTERS}, _NULL]},
-    "tool_choice": {"enum": ["auto", "none", None]},
     "truncation": {"enum": ["disabled", None]},
     "background": {"enum": [False, None]},
 }

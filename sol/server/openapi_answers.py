@@ -59,7 +59,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
             "total_tokens": _COUNT,
             "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
         },
-        {"speculation": {"type": "object"}},
+        {"completion_tokens_details": _object({"reasoning_tokens": _COUNT}), "speculation": {"type": "object"}},
     ),
     "ToolCall": _object(
         {"id": _TEXT, "type": {"const": "function"}, "function": _object({"name": _TEXT, "arguments": _TEXT})}
@@ -80,7 +80,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
                         "index": _COUNT,
                         "message": _object(
                             {"role": {"const": "assistant"}, "content": _or_null(_TEXT), "refusal": {"type": "null"}},
-                            {"tool_calls": _list(_ref("ToolCall"))},
+                            {"tool_calls": _list(_ref("ToolCall")), "reasoning_content": _TEXT, "reasoning": _TEXT},
                         ),
                         "logprobs": _or_null(_ref("ChatLogprobs")),
                         "finish_reason": _FINISH,

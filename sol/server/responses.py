@@ -6,6 +6,7 @@ deleted, until newer ones need its room or the server ends.
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -16,17 +17,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from sol.errors import RequestError, UnknownResponseError
+from sol.server.answers import answer_parsers
 from sol.server.generation import CHOICES, Choice, ChoiceOutput, Usage, generate, generate_whole, make_choices
 from sol.server.logprobs import chat_entries
 from sol.server.parsing import parse_body, shorten
 from sol.server.prompts import check_length, encode, render_chat
-from sol.server.responses_input import ResponsesBody, messages_of, responses_params, text_format
+from sol.server.responses_input import ResponsesBody, responses_params, text_format, tool_fields
+from sol.server.responses_items import OutputItems, answer_message, messages_of
 from sol.server.responses_store import StoredResponse
 from sol.server.scheduling import scheduling_of
 from sol.server.speculation import speculation_params
 from sol.server.state import ServedModel, ServerState
 from sol.server.streaming import EventStream, run_until_disconnect, to_json
 from sol.server.structured import grammar_of
+from sol.server.tools import forced_grammar, new_call_id, tools_of
+from sol.text.answer_parts import Content
 
 
 async def create_response(request: Request) -> Response:
@@ -36,7 +41,10 @@ async def create_response(request: Request) -> Response:
     name = state.check_model_name(body.model)
     params = responses_params(body)
     params.check_vocabulary(model.info.vocab_size)
-    params.grammar = await grammar_of(model, body, body.text.format if body.text else None)
+    path = "tools[{}]"
+    tools = tools_of(model, body.tools or (), body.tool_choice, body.parallel_tool_calls, path=path)
+    grammar = await grammar_of(model, body, body.text.format if body.text else None)
+    params.grammar = await forced_grammar(model, tools, grammar, path=path)
     speculation = speculation_params(body, model.info.drafters)
     scheduling = scheduling_of(request, body, state)
     conversation = [*_history(state, body.previous_response_id), *messages_of(body.input)]
@@ -46,10 +54,12 @@ async def create_response(request: Request) -> Response:
         instructions + conversation,
         add_generation_prompt=True,
         template_kwargs=body.chat_template_kwargs,
+        tools=None if tools is None else tools.for_template(),
     )
     token_ids = await encode(model, text, add_special_tokens=False, param="input")
     check_length(model, len(token_ids), params, param="input")
-    (choice,) = make_choices(state, model, [token_ids], params, speculation, scheduling)
+    new_parser = await answer_parsers(model, text, params, tools)
+    (choice,) = make_choices(state, model, [token_ids], params, speculation, scheduling, new_parser)
     request.scope[CHOICES] = [choice]
     answer = _Answer(state, model, choice, name, body, conversation)
     if body.stream:
@@ -112,71 +122,67 @@ class _Answer:
         self._body = body
         self._conversation = conversation
         self._id = f"resp_{uuid.uuid4().hex}"
-        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._items = OutputItems(functools.partial(new_call_id, model))
         self._created = int(time.time())
         self._sequence = 0
 
     async def complete(self) -> dict[str, Any]:
         (output,) = await generate_whole(self._state, [self._choice])
-        return self._finish(output.text, self._logprobs(output), output.finish_reason)
+        self._take(output)
+        return self._finish(output.finish_reason)
 
     async def events(self) -> AsyncGenerator[str, None]:
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        texts: list[str] = []
-        logprobs: list[dict[str, Any]] = []
         reason = None
         async with aclosing(generate(self._state, [self._choice])) as outputs:
             async for output in outputs:
                 parts = []
                 if self._sequence == 0:  # nothing is sent before something is there
-                    started = self._response("in_progress", [])
+                    started = self._response("in_progress")
                     parts = [
                         self._event("response.created", response=started),
                         self._event("response.in_progress", response=started),
-                        self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
-                        self._event("response.content_part.added", **place, part=_part("", [])),
                     ]
-                entries = self._logprobs(output)
-                if output.text or entries:
-                    delta = {"delta": output.text, "logprobs": entries}
-                    parts.append(self._event("response.output_text.delta", **place, **delta))
-                    texts.append(output.text)
-                    logprobs += entries
+                self._take(output)
+                parts += self._new_events()
                 reason = output.finish_reason
                 if parts:
                     yield "".join(parts)
-        text = "".join(texts)
-        response = self._finish(text, logprobs, reason)
-        (item,) = response["output"]
-        yield "".join(
-            (
-                self._event("response.output_text.done", **place, text=text, logprobs=logprobs),
-                self._event("response.content_part.done", **place, part=_part(text, logprobs)),
-                self._event("response.output_item.done", output_index=0, item=item),
-                self._event(f"response.{response['status']}", response=response),
-            )
-        )
+        response = self._finish(reason)
+        parts = self._new_events()
+        yield "".join([*parts, self._event(f"response.{response['status']}", response=response)])
 
-    def _finish(self, text: str, logprobs: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+    def _take(self, output: ChoiceOutput) -> None:
+        logprobs = [] if not output.logprobs else chat_entries(self._tokenizer, output.token_ids, output.logprobs)
+        parts = [Content(output.text)] if output.parts is None else list(output.parts)
+        # Those of tokens that show nothing yet go with the text that they are in.
+        if output.parts is not None and logprobs and self._items.in_text and not parts:
+            parts = [Content("")]
+        for part in parts:
+            if isinstance(part, Content):
+                if part.text or logprobs:
+                    self._items.feed(part, logprobs)
+                    logprobs = []
+            else:
+                self._items.feed(part)
+
+    def _new_events(self) -> list[str]:
+        return [self._event(kind, **fields) for kind, fields in self._items.take_events()]
+
+    def _finish(self, reason: str | None) -> dict[str, Any]:
         """The whole response, which is stored if it may be."""
         status = "incomplete" if reason == "length" else "completed"
-        response = self._response(status, [self._item(status, [_part(text, logprobs)])])
+        self._items.finish(status)
+        response = self._response(status)
         if response["store"]:
-            answer = {"role": "assistant", "content": text}
+            answer = answer_message(self._items.items)
             self._state.responses.put(StoredResponse(response, (*self._conversation, answer)))
         return response
-
-    def _logprobs(self, output: ChoiceOutput) -> list[dict[str, Any]]:
-        return [] if not output.logprobs else chat_entries(self._tokenizer, output.token_ids, output.logprobs)
 
     def _event(self, kind: str, **fields: Any) -> str:
         number, self._sequence = self._sequence, self._sequence + 1
         return f"event: {kind}\ndata: {to_json({'type': kind, 'sequence_number': number, **fields})}\n\n"
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _response(self, status: str) -> dict[str, Any]:
         body, params = self._body, self._choice.request.params
         return {
             "id": self._id,
@@ -190,16 +196,14 @@ class _Answer:
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": self._name,
-            "output": output,
-            "parallel_tool_calls": True,
+            "output": [] if status == "in_progress" else self._items.items,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
             "service_tier": body.service_tier or "default",
             "store": body.store is not False and self._state.config.max_stored_responses > 0,
             "temperature": params.temperature,
             "text": {"format": text_format(body)},
-            "tool_choice": body.tool_choice,
-            "tools": [],
+            **tool_fields(body),
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": body.truncation,
@@ -207,15 +211,11 @@ class _Answer:
         }
 
 
-def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

@@ -1,4 +1,4 @@
-"""What `/v1/responses` takes: its body, and its items as chat messages."""
+"""What `/v1/responses` takes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from sol.sampling_params import MAX_LOGPROBS, SamplingParams
 from sol.server.params import sampling_params
 from sol.server.parsing import shorten
 from sol.server.protocol import GenerationBody, TextFormat
+from sol.server.tool_fields import ResponsesTools, ToolChoiceField
 
 LOGPROBS = "message.output_text.logprobs"
 
-_TEXT_PARTS = ("input_text", "output_text", "text")
-_MESSAGE_KEYS = frozenset({"type", "role", "content", "id", "status"})
 _NOT_HERE = {
     "n": "",
     "max_tokens": "; use max_output_tokens",
@@ -45,12 +44,6 @@ def _truncation(value: Any) -> str:
     return "disabled"
 
 
-def _tool_choice(value: Any) -> str:
-    if value not in (None, "auto", "none"):
-        raise ValueError(f"must be 'auto' or 'none', for there are no tools, not {shorten(value)}")
-    return value or "auto"
-
-
 def _background(value: Any) -> bool:
     if value not in (None, False):
         raise ValueError("is not supported: it must be false or absent")
@@ -73,7 +66,9 @@ class ResponsesBody(GenerationBody):
     metadata: dict[str, str] | None = None
     include: Annotated[list[str], PlainValidator(_includes)] = Field(default_factory=list)
     truncation: Annotated[str, PlainValidator(_truncation)] = "disabled"
-    tool_choice: Annotated[str, PlainValidator(_tool_choice)] = "auto"
+    tools: ResponsesTools | None = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = None
     background: Annotated[bool, PlainValidator(_background)] = False
     text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -107,30 +102,12 @@ def text_format(body: ResponsesBody) -> dict[str, Any]:
     return {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
 
 
-def messages_of(items: list[Any]) -> list[dict[str, Any]]:
-    """Chat messages. Raises `RequestError` for items that are no messages of text."""
-    return [_message(item, f"input[{i}]") for i, item in enumerate(items)]
-
-
-def _message(item: Any, path: str) -> dict[str, Any]:
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    if kind != "message":
-        raise RequestError(
-            f"{path} must be a message, {{'role': …, 'content': …}}, not {shorten(kind or item)}", param=path
-        )
-    for key, value in item.items():
-        if key not in _MESSAGE_KEYS and value not in (None, [], {}):
-            raise RequestError(f"{path}.{key[:80]} is not supported; remove it", param=f"{path}.{key[:80]}")
-    content = item.get("content")
-    if isinstance(content, list):
-        content = [_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
-    return {"role": item.get("role"), "content": content}
-
-
-def _part(part: Any, path: str) -> dict[str, Any]:
-    """As a text part of a chat; what a client got with a text (annotations, logprobs) it may send back."""
-    if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-        raise RequestError(
-            f"{path} must be a part {{'type': 'input_text', 'text': …}}; this model reads text only", param=path
-        )
-    return {"type": "text", "text": part["text"]}
+def tool_fields(body: ResponsesBody) -> dict[str, Any]:
+    """What was asked of tools, as the response repeats it."""
+    choice = body.tool_choice
+    named = {"type": "function", "name": choice.name} if choice is not None and choice.mode == "named" else None
+    return {
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tool_choice": named or ("auto" if choice is None else choice.mode),
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+    }

@@ -19,7 +19,12 @@ class StoredResponse:
 
     @property
     def num_characters(self) -> int:
-        return sum(len(str(message["content"])) for message in self.messages)
+        return sum(map(_num_characters, self.messages))
+
+
+def _num_characters(message: dict[str, Any]) -> int:
+    count = len(str(message["content"])) + len(message.get("reasoning_content", ""))
+    return count + sum(len(str(call["function"])) for call in message.get("tool_calls", ()))
 
 
 class ResponseStore:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 MAX_TOOLS: Final = 128
 MAX_NAME_CHARACTERS: Final = 128
@@ -39,12 +39,19 @@ def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
+_NAME_FORM: Final = {"type": "string", "pattern": NAME_PATTERN}
+_PARAMETERS_FORM: Final = {
+    "type": "object",
+    "properties": {"type": {"const": "object"}, "properties": {"type": "object"}, "required": {"type": "array"}},
+}
+
+
 class FunctionDefinition(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
-    name: Annotated[str, AfterValidator(_name)]
+    name: Annotated[str, AfterValidator(_name), WithJsonSchema(_NAME_FORM)]
     description: str | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(_parameters)] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_parameters), WithJsonSchema(_PARAMETERS_FORM)] | None = None
     strict: bool | None = None
 
 
@@ -72,14 +79,22 @@ def _tool_choice(value: Any) -> ToolChoice | None:
     raise ValueError(f"must be one of {', '.join(_MODES)}, or name a function that is one of tools, not {value!r:.80}")
 
 
-ToolChoiceField = Annotated[ToolChoice | None, PlainValidator(_tool_choice)]
+_NAMED_FORM: Final = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+        "name": {"type": "string"},
+    },
+    "required": ["type"],
+    "anyOf": [{"required": ["function"]}, {"required": ["name"]}],
+}
+ToolChoiceField = Annotated[
+    ToolChoice | None,
+    PlainValidator(_tool_choice),
+    WithJsonSchema({"anyOf": [{"enum": list(_MODES)}, _NAMED_FORM, {"type": "null"}]}),
+]
 
 
-def _tools(tools: list[Any]) -> list[Any]:
-    if len(tools) > MAX_TOOLS:
-        raise ValueError(f"must be at most {MAX_TOOLS}, not {len(tools)}")
-    return tools
-
-
-ChatTools = Annotated[list[ChatTool], AfterValidator(_tools)]
-ResponsesTools = Annotated[list[ResponsesTool], AfterValidator(_tools)]
+ChatTools = Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)]
+ResponsesTools = Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)]

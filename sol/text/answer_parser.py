@@ -39,6 +39,11 @@ class AnswerParser:
         return self._max_calls is not None and self.called and self._tools.num_calls >= self._max_calls  # type: ignore[union-attr]
 
     @property
+    def reasoning_end(self) -> int | None:
+        """How many characters of the text are reasoning, its markers among them; None until that is known."""
+        return 0 if self._reasoning is None else self._reasoning.end
+
+    @property
     def _cut(self) -> bool:
         """The last call that is given is not whole."""
         tools = self._tools

@@ -89,25 +89,24 @@ def _flatten_call(call: Any, path: str) -> dict[str, Any]:
         for key, value in holder.items():
             if key not in known and value is not None:
                 raise RequestError(f"{place}.{key[:80]} is not supported; remove it", param=f"{place}.{key[:80]}")
-    arguments = call_arguments(function.get("arguments"), f"{path}.function.arguments")
+    arguments = _arguments(function.get("arguments"), f"{path}.function.arguments")
     return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def call_arguments(value: Any, param: str) -> dict[str, Any]:
-    """The arguments of a call, which clients send as the text of a JSON object. Raises `RequestError`."""
+def _arguments(value: Any, param: str) -> dict[str, Any] | str:
+    """The arguments of a call, which clients send as the text of a JSON object: as an object. What a model wrote that
+    is none stays as it is, so that a conversation about its mistake can go on."""
     if value in (None, ""):
         return {}
-    found: Any = value
-    if isinstance(value, str):
-        try:
-            found = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(
-                f"{param} must be a JSON object as a string, as it came in the answer: {error}", param=param
-            ) from None
-    if not isinstance(found, dict):
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, str):
         raise RequestError(f"{param} must be a JSON object as a string, not {str(value)[:80]!r}", param=param)
-    return found
+    try:
+        found: Any = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return found if isinstance(found, dict) else value
 
 
 def _flatten_content(content: Any, path: str) -> str:

@@ -35,6 +35,9 @@ class ReasoningParser:
         """The answer's beginning, while it may be the marker; None once that is decided."""
         self._until: TextUntil | None = None
         self._strip = False
+        self._length = 0
+        self.end: int | None = None
+        """How many characters of the answer are reasoning, its markers among them; None until that is known."""
 
     @classmethod
     def assumes(cls, prompt: str) -> bool:
@@ -43,6 +46,7 @@ class ReasoningParser:
         return end.endswith(OPEN) or (cls.always_thinks and not end.endswith(CLOSE))
 
     def feed(self, text: str) -> Split:
+        self._length += len(text)
         if self._held is not None:
             text = self._held + text
             body = text.lstrip(WHITE)
@@ -56,15 +60,15 @@ class ReasoningParser:
         if rest is None:
             return Split(reasoning, "")
         self._until, self._strip = None, True
+        self.end = self._length - len(rest)
         return Split(reasoning, self._content(rest))
 
     def finish(self) -> Split:
-        if self._held is not None:
-            text = self._decide(self._held)
-            if self._until is None:
-                return Split("", text)
-            return Split(self._until.feed(text).text + self._until.finish(), "")
-        return Split("" if self._until is None else self._until.finish(), "")
+        text = "" if self._held is None else self._decide(self._held)
+        if self._until is None:
+            return Split("", text)
+        self.end = self._length
+        return Split(self._until.feed(text).text + self._until.finish(), "")
 
     def _decide(self, text: str) -> str:
         """Whether the answer begins with reasoning; what is left of `text`, its beginning."""
@@ -73,6 +77,8 @@ class ReasoningParser:
         marked = body.startswith(OPEN)
         if marked or self._assumed:
             self._until = TextUntil(CLOSE, strip_leading=True)
+        else:
+            self.end = 0
         return body.removeprefix(OPEN) if marked else text
 
     def _content(self, text: str) -> str:

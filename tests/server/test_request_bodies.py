@@ -66,7 +66,7 @@ def completion(**fields: Any) -> CompletionBody:
             "tools[0].function.parameters",
             "must be a list",
         ),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools", "at most 128"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools", "at most 128 items"),
         ({"tool_choice": "any"}, "tool_choice", "required"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "name a function"),
         ({"function_call": "auto"}, "function_call", "not supported"),

@@ -262,3 +262,69 @@ def test_what_cannot_be_is_refused_by_name(server: Server, fields: dict[str, Any
     response = server.post("/v1/chat/completions", **{"messages": MESSAGES, **fields})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+def respond(client: openai.OpenAI, says: str | None = None, **options: Any) -> Any:
+    """As `ask`, from the newer API."""
+    if says is not None:
+        options["extra_body"] = {"structured_outputs": {"choice": [says]}}
+    options = {"model": "tiny", "input": "Hi", "max_output_tokens": 200, **options}
+    return client.responses.create(**options)
+
+
+def flat(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", **tool["function"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_items_of_a_response(client: openai.OpenAI, stream: bool) -> None:
+    says = f"<think>Well.</think>I look.{CALL}{OTHER}"
+    events: list[Any] = []
+    answer = respond(client, says, tools=[flat(WEATHER), flat(TIME)], stream=stream)
+    if stream:
+        events = list(answer)
+        answer = events[-1].response
+    reasoning, message, weather, time = answer.output
+    assert reasoning.content[0].text == "Well."
+    assert message.content[0].text == answer.output_text == "I look."
+    assert (weather.type, weather.name, weather.arguments) == (
+        "function_call", "weather", '{"city": "Rome", "days": 2}',
+    )  # fmt: skip
+    assert (time.name, time.arguments) == ("get_time", "{}")
+    assert {item.status for item in answer.output} == {"completed"}
+    assert 0 < answer.usage.output_tokens_details.reasoning_tokens < answer.usage.output_tokens
+    assert (answer.tool_choice, answer.parallel_tool_calls, len(answer.tools)) == ("auto", True, 2)
+    if stream:
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        added = [event for event in events if event.type == "response.output_item.added"]
+        done = [event for event in events if event.type == "response.output_item.done"]
+        assert [event.output_index for event in added] == [event.output_index for event in done] == [0, 1, 2, 3]
+        assert [event.item.to_dict() for event in done] == [item.to_dict() for item in answer.output]
+        assert all(not getattr(event.item, "arguments", "") for event in added)
+        deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta" and e.output_index == 2]
+        assert "".join(deltas) == weather.arguments
+        thought = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+        assert "".join(thought) == "Well."
+
+
+def test_a_conversation_with_tools(client: openai.OpenAI) -> None:
+    tools = [flat(WEATHER)]
+    first = respond(client, f"<think>Hm.</think>I look.{CALL}", tools=tools)
+    call = first.output[-1]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Sun"}
+    kept = respond(client, input=[output], previous_response_id=first.id, tools=tools, max_output_tokens=5)
+    # The same by hand, with what the client got sent back as it came.
+    items = [{"role": "user", "content": "Hi"}, *[item.to_dict() for item in first.output], output]
+    by_hand = respond(client, input=items, tools=tools, max_output_tokens=5, store=False)
+    assert by_hand.usage.input_tokens == kept.usage.input_tokens
+    assert by_hand.usage.input_tokens > first.usage.input_tokens + 20
+
+
+def test_a_response_that_must_call(client: openai.OpenAI) -> None:
+    answer = respond(client, tools=[flat(WEATHER)], tool_choice={"type": "function", "name": "weather"}, temperature=1)
+    (call,) = answer.output
+    assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
+    assert answer.tool_choice.name == "weather"
+    cut = respond(client, tools=[flat(WEATHER)], tool_choice="required", temperature=1, max_output_tokens=14)
+    assert cut.status == "incomplete"
+    assert cut.output[-1].status == "incomplete"
