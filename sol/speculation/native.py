@@ -64,26 +64,24 @@ class NativeArithmetic:
         self._seen = array("d", (0.0, 0.0))
 
     def choose(
-        self, hand: Hand, regime: Regime, costs: CostModel, choice: Choice, items: list[int], habits: list[float]
+        self, hand: Hand, regime: Regime, costs: CostModel, choice: Choice, items: list[int]
     ) -> tuple[list[int], float, int]:
         """See `Arithmetic.choose`."""
         if hand.scores is not self._scores:
             self._point_at(hand)
         if costs is not self._costs:
             self._price_by(costs)
-        count = len(habits)
+        count = len(items) // CHOOSE_FIELDS
         rows, shares, each, common = costs.parts(choice.shape)
         step = array("d", (rows, shares, each, common, choice.paid, choice.deciding))
         limits = array("d", (choice.least, choice.margin, choice.nearly))
-        given, log_odds = array("q", items), array("d", habits)
+        given = array("q", items)
         chosen = array("q", bytes(8 * count))
-        assert len(given) == CHOOSE_FIELDS * count
         code = self._choose(
             self._drafts_at,
             self._step_costs_at,
             _address(regime.table),
             _address(given),
-            _address(log_odds),
             count,
             _address(step),
             _address(limits),
@@ -95,20 +93,16 @@ class NativeArithmetic:
         self._native.check(code)
         return chosen.tolist(), self._seen[0], int(self._seen[1])
 
-    def learn(
-        self, hand: Hand, regime: Regime, items: list[int], habits: array[float], *, least: float, price: float
-    ) -> list[float]:
+    def learn(self, hand: Hand, regime: Regime, items: list[int], *, least: float, price: float) -> list[float]:
         """See `Arithmetic.learn`."""
         if hand.scores is not self._scores:
             self._point_at(hand)
-        count = len(habits) // 2
+        count = len(items) // LEARN_FIELDS
         given, gains = array("q", items), array("d", bytes(8 * count))
-        assert len(given) == LEARN_FIELDS * count
         code = self._learn(
             self._drafts_at,
             _address(regime.table),
             _address(given),
-            _address(habits),
             count,
             least,
             price,
@@ -125,6 +119,7 @@ class NativeArithmetic:
         drafts.num_slots, drafts.width = len(hand.counts), hand.width
         drafts.scores, drafts.predicted = _address(hand.scores), _address(hand.predicted)
         drafts.expected, drafts.counts = _address(hand.expected), _address(hand.counts)
+        drafts.habits = _address(hand.habits)
         drafts.num_drafters, drafts.acceptance = len(hand.acceptance), ctypes.addressof(self._states)
 
     def _price_by(self, costs: CostModel) -> None:

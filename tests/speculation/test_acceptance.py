@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,12 +44,12 @@ class Side:
         self.acceptance = [Acceptance(has_curve=False), Acceptance()]
         self.hand, self.regime = Hand(self.acceptance, WIDTH), Regime(2)
         self.slots: list[int] = []
-        self.habits: list[tuple[float, float]] = []
 
     def state(self) -> Iterator[float]:
         for one in self.acceptance:
             yield from one.state
         yield from self.regime.table
+        yield from self.hand.habits
         for slot in self.slots:
             start, count = slot * WIDTH, self.hand.counts[slot]
             yield from self.hand.predicted[start : start + count]
@@ -75,7 +74,6 @@ def test_python_and_the_library_agree_to_the_last_bit(requests: int) -> None:
     sides = [Side(PythonArithmetic(), costs()), Side(native(), costs())]
     for side in sides:
         side.slots = [side.hand.take() for _ in range(requests)]
-        side.habits = [(0.0, 6.0)] * requests
     some = False
     for _ in range(60):
         drafts = [draft(rng) for _ in range(requests)]
@@ -100,17 +98,14 @@ def test_python_and_the_library_agree_to_the_last_bit(requests: int) -> None:
             chosen = None
             if not late:
                 items = [n for record in zip(side.slots, drafters, lengths, limits, strict=True) for n in record]
-                log_odds = [habit for habit, _ in side.habits]
-                chosen = side.arithmetic.choose(side.hand, side.regime, side.costs, choice, items, log_odds)
+                chosen = side.arithmetic.choose(side.hand, side.regime, side.costs, choice, items)
                 counts, lengths = chosen[0], [-1] * requests
             items = []
             for i, slot in enumerate(side.slots):
                 known = min(right[i] + 1, len(drafts[i].token_ids))
                 items += [slot, drafters[i], lengths[i], right[i], known, counts[i], int(taught[i])]
-            habits = array("d", [n for habit in side.habits for n in habit])
-            gains = side.arithmetic.learn(side.hand, side.regime, items, habits, least=choice.least, price=0.1)
-            side.habits = list(zip(habits[::2], habits[1::2], strict=True))
-            found.append((chosen, gains, side.habits, list(side.state())))
+            gains = side.arithmetic.learn(side.hand, side.regime, items, least=choice.least, price=0.1)
+            found.append((chosen, gains, list(side.state())))
             some = some or any(counts)
         assert found[0] == found[1]
     assert some
@@ -128,7 +123,7 @@ def test_few_drafts_are_chosen_from_requests_as_from_their_survivals() -> None:
         for slot, one in zip(slots, (poor, good), strict=True):
             items += [slot, 0, side.hand.put(slot, one), 4]
         choice = Choice(shape=shape_of(2), max_tokens=4, least=0.03, margin=0.01, nearly=0.99, paid=0.0, deciding=0.0)
-        counts, last, looked_at = side.arithmetic.choose(side.hand, side.regime, side.costs, choice, items, [0.0, 0.0])
+        counts, last, looked_at = side.arithmetic.choose(side.hand, side.regime, side.costs, choice, items)
         assert counts == [0, 4]
         assert last == side.hand.expected[slots[1] * WIDTH + 3]
         assert looked_at == sum(side.hand.counts[slot] for slot in slots)
@@ -142,9 +137,7 @@ def test_slots_keep_what_they_hold_when_there_are_more_of_them() -> None:
     assert first not in others
     assert len(others) == 50
     assert list(side.hand.scores[first * WIDTH : first * WIDTH + 3]) == [0.5, 0.25, 0.125]
-    gains = side.arithmetic.learn(
-        side.hand, side.regime, [first, 0, 3, 0, 0, 0, 0], array("d", (0.0, 6.0)), least=0.03, price=0.0
-    )
+    gains = side.arithmetic.learn(side.hand, side.regime, [first, 0, 3, 0, 0, 0, 0], least=0.03, price=0.0)
     assert gains == [side.hand.expected[first * WIDTH]]
     side.hand.give_back(first)
     assert side.hand.take() == first
@@ -162,7 +155,7 @@ def test_slots_keep_what_they_hold_when_there_are_more_of_them() -> None:
 def test_the_library_refuses_what_is_not_there(items: list[int], said: str) -> None:
     side = Side(native(), costs())
     with pytest.raises(NativeError, match=said):
-        side.arithmetic.learn(side.hand, side.regime, items, array("d", (0.0, 6.0)), least=0.03, price=0.0)
+        side.arithmetic.learn(side.hand, side.regime, items, least=0.03, price=0.0)
 
 
 @pytest.mark.parametrize("score", [float("nan"), 1.5])
@@ -171,6 +164,4 @@ def test_the_library_refuses_a_score_that_is_not_a_probability(score: float) -> 
     slot = side.hand.take()
     length = side.hand.put(slot, Draft(drafter="suffix", token_ids=[1], scores=[score]))
     with pytest.raises(NativeError, match="it is a probability"):
-        side.arithmetic.learn(
-            side.hand, side.regime, [slot, 0, length, 0, 0, 0, 0], array("d", (0.0, 6.0)), least=0.03, price=0.0
-        )
+        side.arithmetic.learn(side.hand, side.regime, [slot, 0, length, 0, 0, 0, 0], least=0.03, price=0.0)

@@ -212,6 +212,7 @@ class SolDrafts(ctypes.Structure):
         ("expected", c_void_p),
         ("counts", c_void_p),
         ("num_drafters", c_int64),
+        ("habits", c_void_p),
         ("acceptance", c_void_p),
         ("log_odds", c_void_p),
         ("bins", c_void_p),
@@ -259,9 +260,9 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "sol_linear": (c_int32, (c_int32, POINTER(SolLinear), c_void_p, c_int64, c_void_p)),
     "sol_choose_drafts": (
         c_int32,
-        (*[c_void_p] * 5, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
+        (*[c_void_p] * 4, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
     ),
-    "sol_learn_drafts": (c_int32, (*[c_void_p] * 4, c_int64, c_double, c_double, c_void_p)),
+    "sol_learn_drafts": (c_int32, (*[c_void_p] * 3, c_int64, c_double, c_double, c_void_p)),
 }
 
 

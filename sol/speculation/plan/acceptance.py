@@ -30,7 +30,7 @@ _UNSCORED_LOG_ODDS: Final = 0.4
 """Three of five: drafts without scores come from models, and most of a fit model's are right."""
 _FIRST_BIN_PRECISION, MOST_BIN_PRECISION = 1.0, 200.0
 _FIRST_POSITION_PRECISION, MOST_POSITION_PRECISION = 8.0, 200.0
-_REQUEST_PRECISION, MOST_REQUEST_PRECISION = 6.0, 40.0
+REQUEST_PRECISION, MOST_REQUEST_PRECISION = 6.0, 40.0
 """Of a cell: as if so much had been seen before the first observation, and at most. A draft that is as likely right as
 wrong brings a quarter; a request's own past counts for some 150 of those, a drafter's for 800."""
 LEAST_INFORMATION: Final = 0.02
@@ -65,7 +65,7 @@ class Habit:
     """What a request's own drafts by one drafter say: log-odds to add, and their precision."""
 
     log_odds: float = 0.0
-    precision: float = _REQUEST_PRECISION
+    precision: float = REQUEST_PRECISION
 
 
 class Acceptance:

@@ -48,24 +48,22 @@ class Choice:
 
 class Arithmetic(Protocol):
     def choose(
-        self, hand: Hand, regime: Regime, costs: CostModel, choice: Choice, items: list[int], habits: list[float]
+        self, hand: Hand, regime: Regime, costs: CostModel, choice: Choice, items: list[int]
     ) -> tuple[list[int], float, int]:
         """How many drafts are verified for each request, the least survival among them, 0 where there are none, and
         how many drafts there were to choose from.
 
         `items` has `CHOOSE_FIELDS` numbers for each request: its slot; who drafted; how many drafts in the slot have
-        yet to be judged, -1 if that was done; how many may be verified. `habits`: [request] log-odds of its `Habit`.
+        yet to be judged, -1 if that was done; how many may be verified.
         """
         ...
 
-    def learn(
-        self, hand: Hand, regime: Regime, items: list[int], habits: array[float], *, least: float, price: float
-    ) -> list[float]:
+    def learn(self, hand: Hand, regime: Regime, items: list[int], *, least: float, price: float) -> list[float]:
         """[request] tokens that its drafts gain where each costs `price`.
 
         `items` has `LEARN_FIELDS` numbers for each request: its slot; who drafted; how many drafts have yet to be
         judged, as above, with `least`; how many were right, known to be right or wrong, and verified; whether it is
-        learned from, 0 or 1. `habits`: [request, 2] log-odds and precision of its `Habit`, which are updated.
+        learned from, 0 or 1.
         """
         ...
 
@@ -74,13 +72,13 @@ class PythonArithmetic:
     """Where the library of kernels is not there, and to compare that with."""
 
     def choose(
-        self, hand: Hand, regime: Regime, costs: CostModel, choice: Choice, items: list[int], habits: list[float]
+        self, hand: Hand, regime: Regime, costs: CostModel, choice: Choice, items: list[int]
     ) -> tuple[list[int], float, int]:
         survivals: list[float] = []
         lengths: list[int] = []
-        for number, (slot, drafter, length, limit) in enumerate(_records(items, CHOOSE_FIELDS)):
+        for slot, drafter, length, limit in _records(items, CHOOSE_FIELDS):
             if length >= 0:
-                _judge(hand, regime, slot, drafter, length, habits[number], choice.least)
+                _judge(hand, regime, slot, drafter, length, choice.least)
             start, count = slot * hand.width, min(hand.counts[slot], limit)
             survivals += hand.expected[start : start + count]
             lengths.append(count)
@@ -107,15 +105,11 @@ class PythonArithmetic:
         owners = np.repeat(np.arange(len(lengths)), lengths)[order[:chosen]]
         return np.bincount(owners, minlength=len(lengths)).tolist(), survivals[order[chosen - 1]], len(survivals)
 
-    def learn(
-        self, hand: Hand, regime: Regime, items: list[int], habits: array[float], *, least: float, price: float
-    ) -> list[float]:
+    def learn(self, hand: Hand, regime: Regime, items: list[int], *, least: float, price: float) -> list[float]:
         gains = []
-        for number, record in enumerate(_records(items, LEARN_FIELDS)):
-            slot, drafter, length, right, known, verified, teaches = record
-            habit = Habit(habits[2 * number], habits[2 * number + 1])
+        for slot, drafter, length, right, known, verified, teaches in _records(items, LEARN_FIELDS):
             if length >= 0:
-                _judge(hand, regime, slot, drafter, length, habit.log_odds, least)
+                _judge(hand, regime, slot, drafter, length, least)
             start, count = slot * hand.width, hand.counts[slot]
             gain = 0.0
             for survival in hand.expected[start : start + count]:
@@ -127,8 +121,10 @@ class PythonArithmetic:
                 continue
             scores = hand.scores[start : start + known]
             scored = None if scores and scores[0] < 0 else scores
+            place = hand.habit(slot, drafter)
+            habit = Habit(*hand.habits[place : place + 2])
             hand.acceptance[drafter].observe(scored, right, known, habit)
-            habits[2 * number], habits[2 * number + 1] = habit.log_odds, habit.precision
+            hand.habits[place : place + 2] = array("d", (habit.log_odds, habit.precision))
             if verified:
                 regime.observe_drafts(drafter, hand.predicted[start : start + min(verified, count)], right)
             elif known and count:
@@ -140,7 +136,7 @@ def _records(items: list[int], fields: int) -> zip[tuple[int, ...]]:
     return zip(*[iter(items)] * fields, strict=True)
 
 
-def _judge(hand: Hand, regime: Regime, slot: int, drafter: int, length: int, log_odds: float, least: float) -> None:
+def _judge(hand: Hand, regime: Regime, slot: int, drafter: int, length: int, least: float) -> None:
     """Let the slot have the survivals of its first `length` drafts, as far as their drafter is believed."""
     start, acceptance = slot * hand.width, hand.acceptance[drafter]
     # A drafter that nobody knows may promise anything, and what it promises at first is all that is known of it: it is
@@ -148,6 +144,7 @@ def _judge(hand: Hand, regime: Regime, slot: int, drafter: int, length: int, log
     length = min(length, 1 + acceptance.num_right)
     scores = hand.scores[start : start + length]
     scored = None if scores and scores[0] < 0 else scores
+    log_odds = hand.habits[hand.habit(slot, drafter)]
     predicted, expected = acceptance.survivals(scored, length, log_odds, regime.kept(drafter), least)
     count = len(predicted)
     hand.counts[slot] = count

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from sol.engine.types import Drafting, ProposalPlan
-from sol.speculation.plan.acceptance import Acceptance
 from sol.speculation.plan.costs import CostModel, DraftingCost
+from sol.speculation.plan.hand import Hand
 from sol.speculation.plan.ledger import decoding_only
 from sol.speculation.plan.requests import Past, Request
 from sol.speculation.plan.types import Drafter, StepShape
@@ -110,11 +110,9 @@ class _Member:
 
 
 class Asking:
-    def __init__(
-        self, drafters: Sequence[str], costs: CostModel, acceptance: Sequence[Acceptance], num_tokens: int
-    ) -> None:
-        self._costs, self._acceptance = costs, acceptance
-        self._num_tokens = num_tokens
+    def __init__(self, drafters: Sequence[str], costs: CostModel, hand: Hand) -> None:
+        self._costs, self._hand, self._acceptance = costs, hand, hand.acceptance
+        self._num_tokens = hand.width
         one = StepShape(num_tokens=1, num_requests=1, num_logits_rows=1, num_context_tokens=1)
         plain = costs.seconds(one)
         self._members = [_Member(name, plain) for name in drafters]
@@ -235,12 +233,12 @@ class Asking:
     def _consider_model(self, i: int, turns: Sequence[Request], plain: StepShape, rate: float, margin: float) -> None:
         """Requests with like habits are one group; the best groups may draft, all of them equally far (a model drafts
         for a batch token by token), if that beats drafting nothing."""
-        price = self._members[i].price
+        price, hand = self._members[i].price, self._hand
         groups: dict[int, list[Request]] = {}
         for request in turns:
             past = request.pasts[i]
             if past is not None:
-                groups.setdefault(round(_HABITS * past.habit.log_odds), []).append(request)
+                groups.setdefault(round(_HABITS * hand.habits[hand.habit(request.slot, i)]), []).append(request)
         if not groups:
             return
         longest = min(max(request.max_tokens for request in turns), self._num_tokens)

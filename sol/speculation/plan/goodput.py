@@ -15,13 +15,12 @@ drafting pays again costs a drafter's time and nothing of the target's.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from typing import Final
 
 from sol.engine.types import Draft, DrafterStats, Drafting, ProposalPlan, SpeculationParams
 from sol.speculation.plan.acceptance import Acceptance
-from sol.speculation.plan.arithmetic import LEARN_FIELDS, Arithmetic, Choice, PythonArithmetic
+from sol.speculation.plan.arithmetic import Arithmetic, Choice, PythonArithmetic
 from sol.speculation.plan.asking import LOOKUPS, Asking
 from sol.speculation.plan.costs import CostModel
 from sol.speculation.plan.fixed import allowed
@@ -64,15 +63,14 @@ class GoodputController:
         """`drafters` in the order in which they are asked; `measured`: what steps took at start-up, see
         `sol.speculation.plan.costs.shapes_to_measure`; `arithmetic`: nobody else's, Python's if left out."""
         self._drafters = tuple(drafters)
-        self._num_tokens = num_speculative_tokens
         self._costs = CostModel(measured)
         self._ledger = Ledger(self._costs)
-        self._acceptance = [Acceptance(has_curve=name not in LOOKUPS) for name in self._drafters]
         self._regimes = Regimes(len(self._drafters))
         self._index = {name: i for i, name in enumerate(self._drafters)}
-        self._asking = Asking(self._drafters, self._costs, self._acceptance, num_speculative_tokens)
         self._arithmetic = arithmetic or PythonArithmetic()
-        self._hand = Hand(self._acceptance, num_speculative_tokens)
+        acceptance = [Acceptance(has_curve=name not in LOOKUPS) for name in self._drafters]
+        self._hand = Hand(acceptance, num_speculative_tokens)
+        self._asking = Asking(self._drafters, self._costs, self._hand)
         self._requests: dict[str, Request] = {}
         self._num_steps = 0
         self._last_survival = 0.0
@@ -103,20 +101,17 @@ class GoodputController:
             return [0] * len(candidates)
         hand, requests, index = self._hand, self._requests, self._index
         items: list[int] = []
-        habits: list[float] = []
         for candidate in candidates:
             request, draft = requests[candidate.request_id], candidate.draft
-            drafter = index[draft.drafter]
-            past = request.pasts[drafter]
+            slot, drafter = request.slot, index[draft.drafter]
             length = -1
             if request.draft is not draft:
                 request.draft = draft
-                if past is not None:
-                    length = hand.put(request.slot, draft)
+                if request.pasts[drafter] is not None:
+                    length = hand.put(slot, draft)
                 else:
-                    hand.drop(request.slot)
-            items += (request.slot, drafter, length, candidate.max_tokens)
-            habits.append(past.habit.log_odds if past is not None else 0.0)
+                    hand.drop(slot)
+            items += (slot, drafter, length, candidate.max_tokens)
         # The drafts have been paid for, but goodput is a matter of the whole round: it makes time a little cheaper.
         choice = Choice(
             shape=shape,
@@ -127,7 +122,7 @@ class GoodputController:
             paid=self._paid,
             deciding=_DECIDING_STEP + _DECIDING_ROW * max(shape.num_logits_rows, 1),
         )
-        counts, last, looked_at = self._arithmetic.choose(hand, regime, self._costs, choice, items, habits)
+        counts, last, looked_at = self._arithmetic.choose(hand, regime, self._costs, choice, items)
         self._last_survival = last if looked_at > _FEW else 0.0
         return counts
 
@@ -165,52 +160,49 @@ class GoodputController:
         """Which drafts were right, for pupils, and what proposals of lookups were worth, empty ones counted."""
         hand, requests, index = self._hand, self._requests, self._index
         items: list[int] = []
-        habits = array("d")
-        pupils: list[tuple[int, int, Past, Draft]] = []
+        place = -1
+        pupils: list[tuple[int, int, Draft]] = []
+        """Slot, drafter, drafts"""
         gains: list[tuple[int, Past, int]] = []
-        """Lookup, request, place in `items`: -1 where there is nothing to gain"""
+        """Lookup, request, number among `items`: -1 where there is nothing to gain"""
         stride = (len(emissions) + _PUPILS - 1) // _PUPILS
         for number, emission in enumerate(emissions, start=self._num_steps):
             request = requests.get(emission.request_id)
             if request is None:
                 continue
             asked, draft = request.asked, emission.draft
-            request.asked = -1
-            place = -1
+            gain = -1
             if draft is not None:
                 i = index[draft.drafter]
-                past = request.pasts[i]
                 teaches = number % stride == 0
-                if past is not None and (teaches or asked == i):
+                if (teaches or asked == i) and request.pasts[i] is not None:
                     slot = request.slot
                     length = -1 if request.draft is draft else hand.put(slot, draft)
+                    place += 1
                     if teaches:
-                        pupils.append((len(items), i, past, draft))
                         right, known = _known(emission, draft)
                         items += (slot, i, length, right, known, emission.num_draft_tokens, 1)
+                        pupils.append((slot, i, draft))
                     else:
                         items += (slot, i, length, 0, 0, 0, 0)
                     if asked == i:
-                        place = len(habits) // 2
-                    habits.append(past.habit.log_odds)
-                    habits.append(past.habit.precision)
+                        gain = place
                 request.draft = None
             if asked >= 0:
+                request.asked = -1
                 past = request.pasts[asked]
                 if past is not None:
-                    gains.append((asked, past, place))
+                    gains.append((asked, past, gain))
         worth: list[float] = []
         if items:
             price = self._asking.draft_price
-            worth = self._arithmetic.learn(hand, regime, items, habits, least=self._least, price=price)
-        for at, i, past, draft in pupils:
-            place = 2 * (at // LEARN_FIELDS)
-            past.habit.log_odds, past.habit.precision = habits[place], habits[place + 1]
-            if self._asking.has_model and draft.scores is not None:
-                start, count = items[at] * hand.width, hand.counts[items[at]]
-                self._asking.observe_promise(
-                    i, expected_accepted(draft.scores), sum(hand.expected[start : start + count])
-                )
+            worth = self._arithmetic.learn(hand, regime, items, least=self._least, price=price)
+        if self._asking.has_model:
+            for slot, i, draft in pupils:
+                if draft.scores is not None:
+                    promised, start = expected_accepted(draft.scores), slot * hand.width
+                    kept = sum(hand.expected[start : start + hand.counts[slot]])
+                    self._asking.observe_promise(i, promised, kept)
         self._asking.observe_gains(gains, worth)
 
     def observe_drafting(self, drafting: Drafting) -> None:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from sol.engine.types import Draft
-from sol.speculation.plan.acceptance import Acceptance
+from sol.speculation.plan.acceptance import REQUEST_PRECISION, Acceptance
 
 _FIRST_SLOTS = 8
 
@@ -32,6 +32,9 @@ class Hand:
         """[slots, width] survivals by `Acceptance`, those of the first `counts`"""
         self.expected = array("d", [0.0] * size)
         """[slots, width] corrected for being chosen"""
+        self._new_habits = array("d", [0.0, REQUEST_PRECISION] * len(self.acceptance))
+        self.habits = self._new_habits * _FIRST_SLOTS
+        """[slots, drafters, 2] log-odds and precision of the request's `Habit` with each drafter"""
 
     def take(self) -> int:
         """A slot of its own for a new request."""
@@ -39,7 +42,13 @@ class Hand:
             self._grow()
         slot = self._free.pop()
         self.counts[slot] = 0
+        start = self.habit(slot, 0)
+        self.habits[start : start + len(self._new_habits)] = self._new_habits
         return slot
+
+    def habit(self, slot: int, drafter: int) -> int:
+        """Where a request's habit begins in `habits`."""
+        return 2 * (slot * len(self.acceptance) + drafter)
 
     def give_back(self, slot: int) -> None:
         self._free.append(slot)
@@ -67,4 +76,5 @@ class Hand:
         self.counts = self.counts + array("q", [0] * slots)
         more = array("d", [0.0] * size)
         self.scores, self.predicted, self.expected = self.scores + more, self.predicted + more, self.expected + more
+        self.habits = self.habits + self._new_habits * slots
         self._free.extend(range(2 * slots - 1, slots - 1, -1))

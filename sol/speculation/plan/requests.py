@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sol.engine.types import Draft
-from sol.speculation.plan.acceptance import Habit
 
 
 @dataclass(slots=True)
 class Past:
     """A request's with one drafter."""
 
-    habit: Habit = field(default_factory=Habit)
     gain: float = 0.0
     """Tokens a proposal, of recent ones; empty ones gained nothing"""
     num_gains: float = 0.0
@@ -34,7 +32,7 @@ class Request:
     asked: int = -1
     """The lookup that was asked after the latest step, -1 for none"""
     slot: int = 0
-    """Its place in the `Hand` …"""
+    """Its place in the `Hand`, which has its habits …"""
     draft: Draft | None = None
     """… and the drafts that were judged there"""
     # While its turn is being planned:

@@ -38,11 +38,16 @@ int64_t level_of(double score) {
     return level <= SOL_SCORE_LEVELS - 2 ? (int64_t)level : -1;
 }
 
-int32_t judge(const SolDrafts& drafts, const double* regime, const int64_t* item, double habit, double least) {
+double* habit_of(const SolDrafts& drafts, const int64_t* item) {
+    return drafts.habits + 2 * (item[0] * drafts.num_drafters + item[1]);
+}
+
+int32_t judge(const SolDrafts& drafts, const double* regime, const int64_t* item, double least) {
     const int64_t slot = item[0], start = slot * drafts.width;
     const double* state = drafts.acceptance[item[1]];
     const double* kept = regime + (item[1] * 3 + 2) * SOL_SURVIVAL_BINS;
     const int64_t count = std::min(item[2], 1 + (int64_t)state[SOL_NUM_RIGHT]);
+    const double habit = habit_of(drafts, item)[0];
     double survival = 1.0, lowest = 1.0;
     int64_t place = 0;
     for (; place < count; place++) {
@@ -85,15 +90,15 @@ double seconds(const SolStepCosts& costs, const double* step, int64_t more) {
 }
 
 int32_t choose(const SolDrafts& drafts, const SolStepCosts& costs, const double* regime, const int64_t* items,
-               const double* habits, int64_t num_items, const double* step, const double* limits, int64_t max_tokens,
-               int64_t max_lengths, int64_t* chosen, double* seen) {
+               int64_t num_items, const double* step, const double* limits, int64_t max_tokens, int64_t max_lengths,
+               int64_t* chosen, double* seen) {
     std::vector<Survival> survivals;
     survivals.reserve((size_t)(num_items * drafts.width));
     for (int64_t number = 0; number < num_items; number++) {
         const int64_t* item = items + number * CHOOSE_FIELDS;
         if (const int32_t code = check(drafts, item, number)) return code;
         if (item[2] >= 0) {
-            if (const int32_t code = judge(drafts, regime, item, habits[number], limits[0])) return code;
+            if (const int32_t code = judge(drafts, regime, item, limits[0])) return code;
         }
         const double* expected = drafts.expected + item[0] * drafts.width;
         const int64_t count = std::min(drafts.counts[item[0]], item[3]);
@@ -195,14 +200,13 @@ void observe_first(const SolDrafts& drafts, double* regime, double predicted, bo
     keep(drafts, regime, cell);
 }
 
-int32_t learn(const SolDrafts& drafts, double* regime, const int64_t* items, double* habits, int64_t num_items,
-              double least, double price, double* gains) {
+int32_t learn(const SolDrafts& drafts, double* regime, const int64_t* items, int64_t num_items, double least,
+              double price, double* gains) {
     for (int64_t number = 0; number < num_items; number++) {
         const int64_t* item = items + number * LEARN_FIELDS;
         if (const int32_t code = check(drafts, item, number)) return code;
-        double* habit = habits + 2 * number;
         if (item[2] >= 0) {
-            if (const int32_t code = judge(drafts, regime, item, habit[0], least)) return code;
+            if (const int32_t code = judge(drafts, regime, item, least)) return code;
         }
         const int64_t start = item[0] * drafts.width, count = drafts.counts[item[0]];
         double gain = 0.0;
@@ -218,6 +222,7 @@ int32_t learn(const SolDrafts& drafts, double* regime, const int64_t* items, dou
                         (long long)drafts.width);
         }
         double* state = drafts.acceptance[item[1]];
+        double* habit = habit_of(drafts, item);
         if (const int32_t code = observe(drafts, state, drafts.scores + start, right, known, habit)) return code;
         double* cells = regime + item[1] * 3 * SOL_SURVIVAL_BINS;
         if (verified) {
@@ -233,22 +238,21 @@ int32_t learn(const SolDrafts& drafts, double* regime, const int64_t* items, dou
 }  // namespace sol
 
 int32_t sol_choose_drafts(const SolDrafts* drafts, const SolStepCosts* costs, const double* regime,
-                          const int64_t* items, const double* habits, int64_t num_items, const double step[6],
-                          const double limits[3], int64_t max_tokens, int64_t max_lengths, int64_t* chosen,
-                          double* seen) {
+                          const int64_t* items, int64_t num_items, const double step[6], const double limits[3],
+                          int64_t max_tokens, int64_t max_lengths, int64_t* chosen, double seen[2]) {
     if (max_lengths < 1 || num_items < 0 || step[0] < 0) {
         return sol::fail(SOL_E_ARGUMENT, "num_items is %lld, max_lengths %lld, rows %g", (long long)num_items,
                          (long long)max_lengths, step[0]);
     }
     try {
-        return sol::choose(*drafts, *costs, regime, items, habits, num_items, step, limits, max_tokens, max_lengths,
-                           chosen, seen);
+        return sol::choose(*drafts, *costs, regime, items, num_items, step, limits, max_tokens, max_lengths, chosen,
+                           seen);
     } catch (const std::bad_alloc&) {
         return sol::fail(SOL_E_MEMORY, "no memory for the drafts of %lld requests", (long long)num_items);
     }
 }
 
-int32_t sol_learn_drafts(const SolDrafts* drafts, double* regime, const int64_t* items, double* habits,
-                         int64_t num_items, double least, double price, double* gains) {
-    return sol::learn(*drafts, regime, items, habits, num_items, least, price, gains);
+int32_t sol_learn_drafts(const SolDrafts* drafts, double* regime, const int64_t* items, int64_t num_items,
+                         double least, double price, double* gains) {
+    return sol::learn(*drafts, regime, items, num_items, least, price, gains);
 }

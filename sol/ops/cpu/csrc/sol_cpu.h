@@ -211,6 +211,7 @@ typedef struct {
     double *expected;            /* [num_slots, width] the same, corrected for being chosen */
     int64_t *counts;             /* [num_slots] how many of both there are */
     int64_t num_drafters;
+    double *habits;              /* [num_slots, num_drafters, 2] log-odds and precision of each request's `Habit` */
     double *const *acceptance;   /* [num_drafters] */
     const double *log_odds;      /* [SOL_SCORE_LEVELS] of each level of scores; the last one is for no score */
     const int64_t *bins;         /* [SOL_SCORE_LEVELS] */
@@ -235,21 +236,19 @@ typedef struct {
 } SolStepCosts;
 
 /* How many drafts are verified for each of `num_items` requests, into `chosen` [num_items]: see `Arithmetic.choose`.
- * `items` [num_items, 4]: slot, drafter, drafts to judge first (-1: judged), drafts that may be verified. `habits`
- * [num_items]: log-odds. `regime` [num_drafters, 3, SOL_SURVIVAL_BINS]: predicted, accepted, kept. `step`: rows of
+ * `items` [num_items, 4]: slot, drafter, drafts to judge first (-1: judged), drafts that may be verified. `regime`
+ * [num_drafters, 3, SOL_SURVIVAL_BINS]: predicted, accepted, kept. `step`: rows of
  * logits, seconds that all its requests and tokens share, seconds of each draft beside the table's, factor of both,
  * seconds paid already, seconds of deciding. `limits`: survival below which nothing is judged, margin, share of the
  * best goodput. `seen`: the least survival chosen, 0 if none, and how many there were to choose from. */
 SOL_API int32_t sol_choose_drafts(const SolDrafts *drafts, const SolStepCosts *costs, const double *regime,
-                                  const int64_t *items, const double *habits, int64_t num_items, const double step[6],
-                                  const double limits[3], int64_t max_tokens, int64_t max_lengths, int64_t *chosen,
-                                  double seen[2]);
+                                  const int64_t *items, int64_t num_items, const double step[6], const double limits[3],
+                                  int64_t max_tokens, int64_t max_lengths, int64_t *chosen, double seen[2]);
 
 /* What became of drafts at hand: see `Arithmetic.learn`. `items` [num_items, 7]: slot, drafter, drafts to judge first
- * (-1: judged), right, known, verified, whether it is learned from. `habits` [num_items, 2]: log-odds and precision,
- * which change. `gains` [num_items]: tokens that the survivals above `price` are worth. */
-SOL_API int32_t sol_learn_drafts(const SolDrafts *drafts, double *regime, const int64_t *items, double *habits,
-                                 int64_t num_items, double least, double price, double *gains);
+ * (-1: judged), right, known, verified, whether it is learned from. `gains` [num_items]: tokens that the survivals above `price` are worth. */
+SOL_API int32_t sol_learn_drafts(const SolDrafts *drafts, double *regime, const int64_t *items, int64_t num_items,
+                                 double least, double price, double *gains);
 
 #ifdef __cplusplus
 }
