@@ -35,7 +35,7 @@ from sol.ops.cpu.native import NativeError
 from sol.ops.reference import ReferenceOps
 from sol.runner import cpu_kernels
 from sol.runner.cpu_kernels import CpuKernels, check_kv_cache_dtype, choose_kernels, pinned_cores, unavailable
-from sol.runner.device import num_threads, resolve_device, resolve_dtype
+from sol.runner.device import gpu_uuid, num_threads, resolve_device, resolve_dtype
 from sol.runner.drafters import Drafters
 from sol.runner.gpu import build_gpu_runner, gpu_ops
 from sol.runner.gpu_runner import GpuRunner
@@ -255,6 +255,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> EngineCore:
         load_seconds=time.monotonic() - started,
         drafters=drafters.names if drafters is not None else [],
         num_speculative_tokens=speculative.num_speculative_tokens if drafters is not None else 0,
+        gpu_uuid=gpu_uuid(device),
     )
     return EngineCore(scheduler, runner, info, work_ahead=1 if device.type == "cuda" else 0, grammars=grammars)
 

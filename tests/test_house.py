@@ -99,6 +99,7 @@ def test_every_dependency_is_explained_and_used() -> None:
     design = (ROOT / "docs" / "design.md").read_text()
     import_names = {
         "huggingface-hub": "huggingface_hub",
+        "nvidia-ml-py": "pynvml",
         "pyyaml": "yaml",
         "pyzmq": "zmq",
         "prometheus-client": "prometheus_client",

@@ -192,6 +192,8 @@ class EngineInfo:
     """Names of those that may be used; none where the engine does not speculate."""
     num_speculative_tokens: int = 0
     """The most drafts that one step verifies for one request."""
+    gpu_uuid: str | None = None
+    """Of the GPU that it computes on, as CUDA says it."""
 
 
 @dataclass(slots=True, kw_only=True)

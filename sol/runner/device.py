@@ -69,3 +69,10 @@ def device_name(device: torch.device) -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return "CPU"
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """What NVML finds the GPU by, without its prefix; None of other devices."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -147,6 +147,7 @@ async def _serve(
         await asyncio.gather(serving, *tasks, return_exceptions=True)
         if supervisor is not None:
             await asyncio.to_thread(supervisor.engine.close)
+        await asyncio.to_thread(state.metrics.close)
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 

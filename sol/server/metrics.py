@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from sol.engine.types import EngineInfo, EngineStats
+from sol.server.gpu_metrics import GpuMetrics
 from sol.server.speculation_metrics import SpeculationMetrics
 
 # fmt: off
@@ -97,13 +98,21 @@ class Metrics:
         )
         self._alive = gauge("sol:engine_alive", "1 while the engine is loaded, alive and making progress.")
         self._speculation: SpeculationMetrics | None = None
+        self._gpu: GpuMetrics | None = None
 
     def set_engine(self, info: EngineInfo) -> None:
-        """The engine is there. One that speculates adds metrics."""
+        """The engine is there. One that speculates adds metrics, and so does one on a GPU."""
+        if info.gpu_uuid is not None and self._gpu is None:
+            self._gpu = GpuMetrics(self.registry, self._model_name, info.gpu_uuid)
         if info.drafters and self._speculation is None:  # not again when the engine is started again
             self._speculation = SpeculationMetrics(
                 self.registry, self._model_name, info.drafters, info.num_speculative_tokens
             )
+
+    def close(self) -> None:
+        """Nothing is read any more; what was can still be rendered."""
+        if self._gpu is not None:
+            self._gpu.close()
 
     def set_alive(self, alive: bool) -> None:
         self._alive.set(float(alive))
