@@ -154,6 +154,22 @@ def test_who_waits_too_long_is_refused() -> None:
     assert queue.dispatcher.num_waiting()["interactive"] == 0
 
 
+def test_nobody_is_looked_at_whose_time_has_not_come() -> None:
+    queue = Queue(1, {"batch": {"max_waiting": 5000}})
+    queue.offer("batch", 0.0)
+    waits = [queue.offer("batch", 0.0, deadline=100.0 - index) for index in range(50)]
+    queue.dispatcher.tick(51.0)
+    assert [each for each, _ in queue.refused] == [waits[-1]]
+    queue.dispatcher.tick(60.0)
+    assert [each for each, _ in queue.refused] == waits[:39:-1]
+    # Those who came, waited and went are not remembered until their time would have been over.
+    for step in range(1000):
+        queue.leave(queue.granted[-1], 60.0)
+        queue.offer("batch", 60.0 + step / 1000)
+    queue.dispatcher.tick(62.0)
+    assert len(queue.dispatcher.expiry) <= 2 * len(queue.dispatcher.queue) + 64
+
+
 def test_a_deadline_is_given_up_while_there_is_no_use_in_waiting_on() -> None:
     queue = Queue(1)
     queue.offer("realtime", 0.0)

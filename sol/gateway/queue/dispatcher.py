@@ -9,6 +9,8 @@ It neither sleeps nor awaits, so all of it can be tested, and simulated, faster 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Final, Protocol
@@ -20,6 +22,8 @@ from sol.gateway.queue.service import DrainRate
 
 _LONGEST_RETRY: Final = 60.0
 """Seconds a client is told to wait at most; over two minutes, OpenAI's clients do not come back at all."""
+_SPARE: Final = 64
+"""Entries of those who wait no longer that are not worth a sweep."""
 
 
 class Capacity(Protocol):
@@ -57,6 +61,9 @@ class Dispatcher:
         self._shares = shares
         self.queue = FairQueue(shares, ageing=options.ageing, placement=options.placement)
         self.rate = DrainRate()
+        self.expiry: list[tuple[float, int, Waiter]] = []
+        """A heap of those who wait, by when they give up; many that went before are still in it."""
+        self._numbers = itertools.count()
         self.in_flight = dict.fromkeys(CLASSES, 0)
         self.waiting_bytes = 0
         self.counts: dict[tuple[str, str], int] = {}
@@ -74,6 +81,7 @@ class Dispatcher:
         self._check_deadline(waiter, now)
         self.rate.backlog(now, True)
         self.queue.push(waiter)
+        heapq.heappush(self.expiry, (waiter.give_up, next(self._numbers), waiter))
         self.waiting_bytes += waiter.size
         self.pump(now)
 
@@ -84,7 +92,7 @@ class Dispatcher:
             self._count(waiter, "left")
             self._remove(waiter)
         elif waiter.state == "granted":
-            waiter.state = "ended"
+            waiter.let_go()
             self.in_flight[waiter.class_name] -= 1
             if successor is not None:
                 self._grant_next(lambda name, model: name == successor and self._may_go(name, model), now)
@@ -92,11 +100,15 @@ class Dispatcher:
 
     def tick(self, now: float) -> None:
         """Refuse those who cannot be served in time, and grant what has become free."""
-        for waiter in self.queue.waiters():
-            if now >= waiter.give_up:
+        while self.expiry and self.expiry[0][0] <= now:
+            waiter = heapq.heappop(self.expiry)[2]
+            if waiter.state == "waiting":
                 refuse = waiter.on_refuse
                 self._remove(waiter)
                 refuse(self._given_up(waiter, now))
+        if len(self.expiry) > 2 * len(self.queue) + _SPARE:
+            self.expiry = [entry for entry in self.expiry if entry[2].state == "waiting"]
+            heapq.heapify(self.expiry)
         self.pump(now)
 
     def expected_wait(self, class_name: str, model: str, now: float) -> float:
@@ -125,6 +137,7 @@ class Dispatcher:
         waiters = self.queue.waiters()
         assert len(waiters) == len(self.queue) == sum(self.num_waiting().values())
         assert self.waiting_bytes == sum(waiter.size for waiter in waiters)
+        assert {id(waiter) for waiter in waiters} <= {id(entry[2]) for entry in self.expiry}
         assert all(count >= 0 for count in self.in_flight.values())
 
     def _waits(self, name: str) -> bool:

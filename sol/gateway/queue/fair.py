@@ -55,6 +55,11 @@ class Waiter:
     """new → waiting → granted → ended, or new → granted, or waiting → ended."""
     granted_at: float | None = None
 
+    def let_go(self) -> None:
+        """It has ended: it may stay in a heap for a while, what it refers to does not have to."""
+        self.state = "ended"
+        self.on_grant, self.on_refuse, self.is_begun = _nothing, _nothing, _ended
+
 
 def _nothing(*_: object) -> None:
     pass
@@ -193,9 +198,7 @@ class FairQueue:
 
     def remove(self, waiter: Waiter) -> None:
         """One that waits stops waiting."""
-        waiter.state = "ended"
-        # It may stay in a heap for a while; what it refers to does not have to.
-        waiter.on_grant, waiter.on_refuse, waiter.is_begun = _nothing, _nothing, _ended
+        waiter.let_go()
         self._waiting[waiter.class_name] -= 1
         self._line(waiter).removed(waiter)
 
