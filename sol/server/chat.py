@@ -69,7 +69,7 @@ class _Chat:
     def __init__(self, state: ServerState, model: ServedModel, choices: Sequence[Choice], name: str) -> None:
         self._state = state
         self._tokenizer = model.tokenizer
-        self._new_call_id = functools.partial(new_call_id, model)
+        self._new_call_id = functools.partial(new_call_id, model.answers)
         self._choices = choices
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())

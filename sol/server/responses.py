@@ -122,7 +122,7 @@ class _Answer:
         self._body = body
         self._conversation = conversation
         self._id = f"resp_{uuid.uuid4().hex}"
-        self._items = OutputItems(functools.partial(new_call_id, model))
+        self._items = OutputItems(functools.partial(new_call_id, model.answers))
         self._created = int(time.time())
         self._sequence = 0
 

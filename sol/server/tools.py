@@ -14,6 +14,7 @@ from sol.grammar import Grammar
 from sol.server.state import ServedModel
 from sol.server.structured import check_grammar
 from sol.server.tool_fields import FunctionDefinition, ToolChoice
+from sol.text.answer_format import AnswerFormat
 from sol.text.tools.parsers import ForcedArgumentsParser, ForcedCallsParser, MistralParser, ToolParser
 from sol.text.tools.schemas import arguments_schema, calls_schema
 
@@ -44,11 +45,8 @@ class Tools:
             return None
         described = []
         for function in self.functions:
-            fields: dict[str, Any] = {"name": function.name}
-            if function.description is not None:
-                fields["description"] = function.description
-            parameters = function.parameters
-            fields["parameters"] = {"type": "object", "properties": {}} if parameters is None else parameters
+            parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
+            fields = {"name": function.name, "description": function.description or "", "parameters": parameters}
             described.append({"type": "function", "function": fields})
         return described
 
@@ -151,8 +149,8 @@ async def forced_grammar(
     return grammar
 
 
-def new_call_id(model: ServedModel) -> str:
+def new_call_id(answers: AnswerFormat) -> str:
     """Of a call. Mistral's templates take none but their own form."""
-    if model.answers.tools is MistralParser:
+    if answers.tools is MistralParser:
         return "".join(secrets.choice(_MISTRAL_ID) for _ in range(9))
     return f"call_{uuid.uuid4().hex}"

@@ -13,15 +13,36 @@ _REASONING: Final = ("reasoning_content", "reasoning")
 """vLLM's names, the older one first, which is the one that templates read."""
 
 
+class CallArguments(dict[str, Any]):
+    """The arguments of a call as chat templates have them. Most write them with `tojson`; for those that join them with
+    text they are that text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: object) -> str:
+        return str(self) + other if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: object) -> str:
+        return other + str(self) if isinstance(other, str) else NotImplemented
+
+
 def flatten_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as chat templates want them: `content` a string, OpenAI's `developer` as `system`, the arguments of tool
-    calls as objects.
+    calls as objects, and the name of the tool in each message of one, which some templates need.
 
     Text parts are joined by a newline, as vLLM joins them. Raises `RequestError` naming what is wrong.
     """
     if not messages:
         raise RequestError("messages must not be empty", param="messages")
-    return [_flatten_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    flat = [_flatten_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    names: dict[str, str] = {}
+    for message in flat:
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and message["tool_call_id"] in names:
+            message.setdefault("name", names[message["tool_call_id"]])
+    return flat
 
 
 def _flatten_message(message: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -93,20 +114,20 @@ def _flatten_call(call: Any, path: str) -> dict[str, Any]:
     return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _arguments(value: Any, param: str) -> dict[str, Any] | str:
+def _arguments(value: Any, param: str) -> CallArguments | str:
     """The arguments of a call, which clients send as the text of a JSON object: as an object. What a model wrote that
     is none stays as it is, so that a conversation about its mistake can go on."""
     if value in (None, ""):
-        return {}
+        return CallArguments()
     if isinstance(value, dict):
-        return value
+        return CallArguments(value)
     if not isinstance(value, str):
         raise RequestError(f"{param} must be a JSON object as a string, not {str(value)[:80]!r}", param=param)
     try:
         found: Any = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    return found if isinstance(found, dict) else value
+    return CallArguments(found) if isinstance(found, dict) else value
 
 
 def _flatten_content(content: Any, path: str) -> str:

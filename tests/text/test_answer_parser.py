@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sol.sampling_params import SamplingParams
+from sol.server.tools import new_call_id
 from sol.text.answer_format import AnswerFormat
 from sol.text.answer_parser import AnswerParser
 from sol.text.answer_parts import Answer, Call, Part, merge
 from sol.text.chat_template import ChatTemplate
+from sol.text.detokenizer import Detokenizer
 from sol.text.reasoning import DeepSeekR1Parser, ReasoningParser
 from sol.text.tokenizer import Tokenizer
 from sol.text.tools.parsers import HermesParser, Llama3JsonParser, MistralParser
@@ -134,3 +138,42 @@ def test_what_is_said_counts_more_than_what_a_template_shows(byte_level: Tokeniz
     assert (none.tools, none.reasoning) == (None, None)
     assert none.parser("") is None
     assert AnswerFormat.of(None, byte_level) == AnswerFormat()
+
+
+def test_markers_that_are_special_tokens_are_seen(byte_level: Tokenizer) -> None:
+    backend = tokenizers.Tokenizer.from_str(byte_level._backend.to_str())
+    markers = ["[TOOL_CALLS]", "</think>", "[IMG]"]
+    backend.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in markers])
+    tokenizer = Tokenizer(backend)
+    found = AnswerFormat.of(ChatTemplate("{{ tools }}[TOOL_CALLS]</think>", {}), tokenizer)
+    calls, close, image = (backend.token_to_id(text) for text in markers)
+    assert found.kept_ids == {calls, close}
+    assert found.close_id == close
+    ids = [close, image, calls, *tokenizer.encode("f{}", add_special_tokens=False)]
+    detokenizer = Detokenizer(tokenizer, SamplingParams(), [], kept_ids=found.kept_ids)
+    assert detokenizer.push(ids).text == "</think>[TOOL_CALLS]f{}"
+    parser = found.parser("<think>", found.tool_parser(["f"]))
+    assert parser is not None
+    assert Answer.of(parse(parser, ["Hm.</think>[TOOL_CALLS]f{}"])) == Answer("", "Hm.", [Call("f", "{}")])
+
+
+def test_ids_of_calls_are_of_the_form_that_templates_take() -> None:
+    ids = {new_call_id(AnswerFormat(tools=MistralParser)) for _ in range(100)}
+    assert len(ids) == 100
+    assert all(len(one) == 9 and one.isalnum() for one in ids)
+    assert new_call_id(AnswerFormat(tools=HermesParser)).startswith("call_")
+
+
+@pytest.mark.parametrize("kind", [ReasoningParser, DeepSeekR1Parser])
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_where_reasoning_ends(kind: type[ReasoningParser], size: int) -> None:
+    for text, end in (("<think>a</think> b", 16), ("<think>a", 8)):
+        parser = kind()
+        for i in range(0, len(text), size):
+            assert parser.end in (None, end)
+            parser.feed(text[i : i + size])
+        parser.finish()
+        assert parser.end == end
+    parser = kind("</think>")
+    parser.feed("abc")
+    assert parser.end == 0

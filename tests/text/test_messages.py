@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from sol.errors import RequestError
+from sol.text.chat_template import ChatTemplate
 from sol.text.messages import flatten_messages
 
 
@@ -43,6 +44,30 @@ def test_calls_and_reasoning_come_back_as_templates_read_them() -> None:
         {"role": "assistant", "content": "", "tool_calls": expected, "reasoning_content": "Well."},
         {"role": "assistant", "content": "", "tool_calls": expected[:1]},
     ]
+
+
+def test_arguments_are_an_object_or_a_text_as_a_template_wants_them() -> None:
+    (message,) = flatten_messages([{"role": "assistant", "tool_calls": [call({"arguments": '{"a": "é"}'})]}])
+    for source in (
+        "{{ messages[0].tool_calls[0].function.arguments | tojson }}",
+        "{{ messages[0].tool_calls[0].function.arguments }}",
+        "{{ messages[0].tool_calls[0].function.arguments + '' }}",
+        "{{ '' + messages[0].tool_calls[0].function.arguments + '' }}",
+        "{{ '' ~ messages[0].tool_calls[0].function.arguments }}",
+        "{% for key, value in messages[0].tool_calls[0].function.arguments.items() %}"
+        '{"{{ key }}": {{ value | tojson }}}{% endfor %}',
+    ):
+        assert ChatTemplate(source, {}).render([message]) == '{"a": "é"}', source
+
+
+def test_an_answer_to_a_call_names_its_tool() -> None:
+    messages = [
+        {"role": "assistant", "tool_calls": [call(), call({"name": "g"}, id="2")]},
+        {"role": "tool", "tool_call_id": "2", "content": "a"},
+        {"role": "tool", "tool_call_id": "1", "content": "b", "name": "own"},
+        {"role": "tool", "tool_call_id": "3", "content": "c"},
+    ]
+    assert [message.get("name") for message in flatten_messages(messages)] == [None, "g", "own", None]
 
 
 @pytest.mark.parametrize(
