@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -167,3 +168,22 @@ def test_the_command_writes_json_and_nothing_else_where_it_is_told_to(tmp_path: 
         assert process.wait() == 0
     assert [line["error"] for line in lines if line.get("request_id") == "mine"]
     assert [line for line in lines if line["message"].startswith("engine a is left out")]
+
+
+def test_a_pipe_that_does_not_wait_gets_whole_lines_all_the_same() -> None:
+    # Others who have stderr, too, may have made it so (O_NONBLOCK belongs to the pipe, not to who opened it).
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    writer = LineWriter(writes, owned=True)
+    writer.start()
+    lines = [b"%d %s\n" % (number, b"x" * 1000) for number in range(500)]
+    for line in lines:
+        writer.put(line)
+    found = b""
+    while len(found) < sum(map(len, lines)):
+        assert select.select([reads], [], [], 20)[0], f"{writer.lost} lines are lost"
+        found += os.read(reads, 2**16)
+    writer.close()
+    os.close(reads)
+    assert found == b"".join(lines)
+    assert writer.lost == 0

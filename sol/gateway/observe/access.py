@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
+import select
 import threading
 import time
 from collections import deque
@@ -27,6 +29,7 @@ _MOST_TEXT: Final = 16_384
 """Characters of a prompt in a line."""
 _MOST_NAME: Final = 200
 _CLOSE_SECONDS: Final = 2.0
+_LOOK_SECONDS: Final = 0.5
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -43,6 +46,7 @@ class LineWriter:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
+        self._close_at = math.inf
         self._thread: threading.Thread | None = None
         self.lost = 0
 
@@ -62,6 +66,7 @@ class LineWriter:
 
     def close(self) -> None:
         """What waits is written first, if that takes no longer than two seconds."""
+        self._close_at = time.monotonic() + _CLOSE_SECONDS
         self._closing = True
         self._wake.set()
         thread = self._thread
@@ -91,7 +96,12 @@ class LineWriter:
         view = memoryview(data)
         try:
             while view:
-                view = view[os.write(self._descriptor, view) :]
+                try:
+                    view = view[os.write(self._descriptor, view) :]
+                except BlockingIOError:  # a pipe that somebody else has set so: half a line would spoil the next
+                    select.select([], [self._descriptor], [], _LOOK_SECONDS)
+                    if self._closing and time.monotonic() > self._close_at:
+                        return False
         except OSError:
             return False  # the disk is full, or nobody reads; later lines may fare better
         return True
