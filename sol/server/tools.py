@@ -99,28 +99,28 @@ def tools_of(
                 param=f"{path.format(i)}.name",
             )
         seen[function.name] = i
-    choice = choice or _AUTO
+    given, choice = choice is not None, choice or _AUTO
     if choice.mode == "named" and choice.name not in seen:
         raise RequestError(
             f"tool_choice names {choice.name[:128]!r}, which is not one of tools ({', '.join(seen)})"[:500],
             param="tool_choice",
         )
     if choice.mode == "auto":
-        _check_auto(model)
+        _check_auto(model, param="tool_choice" if given else "tools")
     return Tools(tuple(functions), choice, parallel is not False)
 
 
-def _check_auto(model: ServedModel) -> None:
+def _check_auto(model: ServedModel, *, param: str) -> None:
     forced = "tool_choice 'required', or one that names a tool, works with every model"
     if not model.enable_auto_tool_choice:
-        raise RequestError(f"tool_choice 'auto' is switched off on this server; {forced}", param="tool_choice")
+        raise RequestError(f"tool_choice 'auto' is switched off on this server; {forced}", param=param)
     if model.answers.tools is None or not model.answers.shows_tools:
         missing = (
             "this model's chat template does not tell it of tools"
             if not model.answers.shows_tools
             else "it is not known in what form this model calls tools (--tool-call-parser would say it)"
         )
-        raise RequestError(f"tool_choice 'auto' is not possible: {missing}; {forced}", param="tool_choice")
+        raise RequestError(f"tool_choice 'auto' is not possible: {missing}; {forced}", param=param)
 
 
 async def forced_grammar(

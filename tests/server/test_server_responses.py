@@ -120,7 +120,7 @@ def test_events(client: openai.OpenAI) -> None:
         ({"input": ["a"]}, "input[0]"),
         ({"tools": [{"type": "web_search", "name": "a"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "a"}] * 2}, "tools[1].name"),
-        ({"tools": [{"type": "function", "name": "a"}]}, "tool_choice"),  # its template knows none
+        ({"tools": [{"type": "function", "name": "a"}]}, "tools"),  # its template knows none
         ({"tool_choice": "required"}, "tool_choice"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
