@@ -220,7 +220,8 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops: ClassVar[frozenset[str]] = frozenset({"*", "**", "%", "+"})  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(finalize=_finalize, **options)
+        # The optimiser computes a constant once for each expression around it, and again for each of those.
+        super().__init__(finalize=_finalize, optimized=False, **options)
         self.concat = _join_output  # type: ignore[method-assign]
         for name in _WEB_FILTERS:
             del self.filters[name]

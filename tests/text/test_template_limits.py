@@ -153,6 +153,11 @@ def test_what_templates_do_is_as_it_was(source: str, text: str) -> None:
     assert ChatTemplate(source, {}).render(MESSAGES) == text
 
 
+def test_constants_are_computed_once() -> None:
+    """And not, while the template is compiled, once for each filter that follows, and again for each of those."""
+    assert ChatTemplate("{{ 'ba'" + "|sort|join" * 90 + " }}", {}).render(MESSAGES) == "ab"
+
+
 def test_long_conversations_are_rendered() -> None:
     template = ChatTemplate(
         "{% for m in messages %}{% if loop.index == messages|length or m.content %}<|{{ m.role }}|>{{ m.content|trim }}"
