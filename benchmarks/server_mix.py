@@ -309,13 +309,14 @@ async def run(served: TinyServer, args: argparse.Namespace, report: Report) -> N
     rest = sum(count for name, count in failures.items() if name not in ("hung", "different") and name[0] != "5")
     report.at_most("cut_or_wrongly_refused", rest, 0)
     report.at_most("different_texts", failures["different"] + again, 0)
-    report.at_most("tracebacks_in_the_log", served.num_tracebacks, 0)
+    tracebacks = served.tracebacks()
+    report.at_most("tracebacks_in_the_log", len(tracebacks), 0)
     for name in LEFT:
         report.at_most(f"left: {name.removeprefix('vllm:')}", left[name], 0)
     report.at_most("resident_growth", growth(resident), 0.05)
     if args.model is None and not args.quick:
         report.at_least("preemptions", numbers["vllm:num_preemptions_total"], 1)
-    for example in mix.examples:
+    for example in [*mix.examples, *(traceback[:4000] for traceback in tracebacks[:5])]:
         print(example)
 
 

@@ -32,6 +32,16 @@ def tiny_server(talking_llama: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def short_server(talking_llama: Path) -> Iterator[Server]:
+    """A context of 64 tokens, so that whatever is asked for is soon there; leave it idle."""
+    options = tiny_options(talking_llama, max_num_seqs=64, max_model_len=64, scheduling_policy="priority")
+    with start_server(**options, api_keys=[KEY], max_body_bytes=2**20) as server:
+        server.wait_until_ready()
+        yield server
+        assert server.stop() == 0
+
+
+@pytest.fixture(scope="session")
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with server.client() as client:
         yield client

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +10,7 @@ import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
-from running_server import KEY, Server, start_server, tiny_options
+from running_server import KEY, Server
 from schemathesis.checks import load_all_checks
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -36,16 +34,6 @@ load_all_checks()
 DOCUMENT = openapi_document(with_keys=True)
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 MESSAGES = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture(scope="module")
-def served(talking_llama: Path) -> Iterator[Server]:
-    """Short answers, so that whatever is asked for is soon there."""
-    options = tiny_options(talking_llama, max_num_seqs=64, max_model_len=64, scheduling_policy="priority")
-    with start_server(**options, api_keys=[KEY], max_body_bytes=2**20) as server:
-        server.wait_until_ready()
-        yield server
-        assert server.stop() == 0
 
 
 def test_every_route_is_described_and_nothing_else() -> None:
@@ -108,9 +96,9 @@ def test_ranges_are_those_that_are_checked(field: str) -> None:
         assert not takes(form["maximum"] + step)
 
 
-def validated(served: Server, method: str, path: str, route: str | None = None, **body: Any) -> dict[str, Any]:
+def validated(short_server: Server, method: str, path: str, route: str | None = None, **body: Any) -> dict[str, Any]:
     """An answer of 200, of the described form."""
-    response = served.http.request(method, path, json=body or None)
+    response = short_server.http.request(method, path, json=body or None)
     assert response.status_code == 200, response.text
     answer = DOCUMENT["paths"][route or path][method.lower()]["responses"]["200"]
     schema = answer["content"]["application/json"]["schema"]
@@ -119,21 +107,22 @@ def validated(served: Server, method: str, path: str, route: str | None = None, 
     return found
 
 
-def test_answers_have_the_form_that_is_described(served: Server) -> None:
-    validated(served, "POST", "/v1/chat/completions", messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=2,
-              n=2, prompt_logprobs=1)  # fmt: skip
-    validated(served, "POST", "/v1/completions", prompt="Hi", max_tokens=3, logprobs=2, echo=True, prompt_logprobs=0)
-    response = validated(served, "POST", "/v1/responses", input="Hi", max_output_tokens=3)
+def test_answers_have_the_form_that_is_described(short_server: Server) -> None:
+    chat = {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "n": 2, "prompt_logprobs": 1}
+    validated(short_server, "POST", "/v1/chat/completions", **chat)
+    completion = {"prompt": "Hi", "max_tokens": 3, "logprobs": 2, "echo": True, "prompt_logprobs": 0}
+    validated(short_server, "POST", "/v1/completions", **completion)
+    response = validated(short_server, "POST", "/v1/responses", input="Hi", max_output_tokens=3)
     path, route = f"/v1/responses/{response['id']}", "/v1/responses/{response_id}"
-    assert validated(served, "GET", path, route) == response
-    validated(served, "DELETE", path, route)
-    validated(served, "GET", "/v1/models")
-    validated(served, "GET", "/v1/models/tiny", "/v1/models/{name}")
-    tokens = validated(served, "POST", "/tokenize", prompt="Hi", return_token_strs=True)["tokens"]
-    validated(served, "POST", "/detokenize", tokens=tokens)
+    assert validated(short_server, "GET", path, route) == response
+    validated(short_server, "DELETE", path, route)
+    validated(short_server, "GET", "/v1/models")
+    validated(short_server, "GET", "/v1/models/tiny", "/v1/models/{name}")
+    tokens = validated(short_server, "POST", "/tokenize", prompt="Hi", return_token_strs=True)["tokens"]
+    validated(short_server, "POST", "/detokenize", tokens=tokens)
     for path in ("/live", "/ready", "/health", "/ping", "/version", "/load"):
-        validated(served, "GET", path)
-    with httpx.Client(base_url=served.url) as stranger:
+        validated(short_server, "GET", path)
+    with httpx.Client(base_url=short_server.url) as stranger:
         refused = stranger.get("/v1/models")
         assert refused.status_code == 401
         jsonschema_rs.validate({**SCHEMAS["Error"], "components": DOCUMENT["components"]}, refused.json())
@@ -147,9 +136,9 @@ few = schemathesis.openapi.from_dict(
 many = schemathesis.openapi.from_dict(DOCUMENT)
 
 
-def check(case: schemathesis.Case[Any], served: Server) -> None:
+def check(case: schemathesis.Case[Any], short_server: Server) -> None:
     """No answer but those that are described, and no 5xx but for who asked for an answer within a moment."""
-    response = case.call(base_url=served.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+    response = case.call(base_url=short_server.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
     late = response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"
     assert response.status_code < 500 or late, (response.status_code, response.text)
     case.validate_response(
@@ -159,19 +148,19 @@ def check(case: schemathesis.Case[Any], served: Server) -> None:
 
 @few.parametrize()
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-def test_what_schemathesis_makes_of_the_document(case: schemathesis.Case[Any], served: Server) -> None:
-    check(case, served)
+def test_what_schemathesis_makes_of_the_document(case: schemathesis.Case[Any], short_server: Server) -> None:
+    check(case, short_server)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @many.parametrize()
 @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
-def test_much_of_what_schemathesis_makes_of_the_document(case: schemathesis.Case[Any], served: Server) -> None:
-    check(case, served)
+def test_much_of_what_schemathesis_makes_of_the_document(case: schemathesis.Case[Any], short_server: Server) -> None:
+    check(case, short_server)
 
 
-def test_nothing_is_left_of_all_this(served: Server) -> None:
-    served.wait_until_idle()
-    assert served.http.get("/load").json() == {"server_load": 0}
-    assert served.http.get("/ready").status_code == 200
+def test_nothing_is_left_of_all_this(short_server: Server) -> None:
+    short_server.wait_until_idle()
+    assert short_server.http.get("/load").json() == {"server_load": 0}
+    assert short_server.http.get("/ready").status_code == 200
