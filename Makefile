@@ -68,7 +68,7 @@ native: ## compile the CPU kernels alone (SANITIZE=address,undefined: an instrum
 	$(PYTHON) scripts/build_native.py $(if $(SANITIZE),--sanitize $(SANITIZE) --output build/sanitized/_native.so)
 
 bench: $(TEST_STAMP) ## run the CPU benchmarks: tables, JSON, and failure if a bar falls (ARGS=--quick: a minute each)
-	@failed=; for subject in startup cpu cpu_quality cpu_torch serve speculation speculation_clock speculation_deciding speculation_identity measure gateway; do \
+	@failed=; for subject in startup cpu cpu_quality cpu_torch serve server_mix server_fuzz speculation speculation_clock speculation_deciding speculation_identity measure gateway; do \
 		$(BIN)/python benchmarks/$$subject.py $(ARGS) || failed="$$failed $$subject"; \
 	done; \
 	[ -z "$$failed" ] || { echo "benchmarks that failed:$$failed" >&2; exit 1; }
