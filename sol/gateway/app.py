@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -242,23 +242,53 @@ async def _until_disconnect(receive: Receive, reply: AsgiReply, work: Awaitable[
     """Do `work`, which is cancelled as soon as the client has left. The request's body must have been read."""
     task = asyncio.current_task()
     assert task is not None
-    working, left = True, False
-
-    async def watch() -> None:
-        nonlocal left
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        if working and not reply.finished:
-            left = True
-            task.cancel()
-
-    watching = asyncio.create_task(watch())
+    watch = _Watch(receive, reply, task)
     try:
         await work
     except asyncio.CancelledError:
-        if not left:
+        if not watch.has_left:
             raise
         task.uncancel()
     finally:
-        working = False
-        watching.cancel()
+        watch.stop()
+
+
+class _Watch:
+    """Waits for the client to leave, and cancels the task then, unless all was given to the server before.
+
+    It is no task of its own, as that would be made for every call, and costs more than all that it has to do: a
+    coroutine that waits is taken on by what it waits for.
+    """
+
+    __slots__ = ("_receive", "_receiving", "_reply", "_stopped", "_task", "has_left")
+
+    def __init__(self, receive: Receive, reply: AsgiReply, task: asyncio.Task[Any]) -> None:
+        self._receive = receive
+        self._reply = reply
+        self._task = task
+        self._stopped = False
+        self.has_left = False
+        self._receiving = cast(Coroutine[Any, None, dict[str, Any]], receive())
+        self._go_on()
+
+    def _go_on(self, _waited_for: object = None) -> None:
+        while not self._stopped:
+            try:
+                waits_for = self._receiving.send(None)
+            except StopIteration as end:
+                if end.value["type"] == "http.disconnect":
+                    self._left()
+                    return
+                self._receiving = cast(Coroutine[Any, None, dict[str, Any]], self._receive())
+            else:
+                waits_for.add_done_callback(self._go_on)
+                return
+
+    def _left(self) -> None:
+        if not self._reply.finished:
+            self.has_left = True
+            self._task.cancel()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._receiving.close()

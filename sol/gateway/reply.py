@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from typing import Any, Protocol, cast
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -16,6 +16,10 @@ class Reply(Protocol):
 
     async def write(self, data: bytes) -> None:
         """Waits while the client does not take what it was sent."""
+        ...
+
+    def write_now(self, data: bytes) -> Awaitable[None] | None:
+        """Write outside of a task. Returns what is still to be waited for before more is written; None: nothing."""
         ...
 
     async def end(self) -> None: ...
@@ -42,6 +46,16 @@ class AsgiReply:
     async def write(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
+    def write_now(self, data: bytes) -> Awaitable[None] | None:
+        writing = cast(
+            Coroutine[Any, None, None], self._send({"type": "http.response.body", "body": data, "more_body": True})
+        )
+        try:
+            waits_for = writing.send(None)
+        except StopIteration:
+            return None  # it did not have to wait, as nearly always
+        return _Begun(writing, waits_for)
+
     async def end(self) -> None:
         self.finished = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -51,6 +65,27 @@ class AsgiReply:
         length = (b"content-length", b"%d" % len(body))
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._extra]})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class _Begun:
+    """The rest of a coroutine that was begun outside of a task and has come to wait for something."""
+
+    def __init__(self, coroutine: Coroutine[Any, None, None], waits_for: Any) -> None:
+        self._coroutine = coroutine
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[Any, None, None]:
+        waits_for = self._waits_for
+        while True:
+            failed: BaseException | None = None
+            try:
+                yield waits_for
+            except BaseException as error:
+                failed = error
+            try:
+                waits_for = self._coroutine.send(None) if failed is None else self._coroutine.throw(failed)
+            except StopIteration:
+                return
 
 
 class KeptReply:
@@ -70,6 +105,9 @@ class KeptReply:
         self.started, self.status, self.headers = True, status, headers
 
     async def write(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def write_now(self, data: bytes) -> None:
         self._parts.append(data)
 
     async def end(self) -> None:

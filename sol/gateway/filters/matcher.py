@@ -108,9 +108,12 @@ class Matcher:
 
     def is_quiet(self, view: View) -> bool:
         """Whether nothing is found in it, and no match could begin in it: so it is with nearly all pieces of texts."""
-        return (self._set is None or self._look(view) == self._nothing) and (
-            self._words is None or self._first_characters.isdisjoint(view.folded)
-        )
+        if self._set is not None and self._look(view) != self._nothing:
+            return False
+        if self._words is None or self._first_characters.isdisjoint(view.folded):
+            return True
+        text = view.folded
+        return next(self._words.iter(text), None) is None and self._word_begins(view) == len(text)
 
     def hold(self, view: View) -> int:
         """Where in the text the earliest match begins that more text could make, or make longer; the text's length if
@@ -121,15 +124,19 @@ class Matcher:
             if held is not None:
                 at = view.span(view.of_bytes(held.start()), len(view.plain))[0]
         if self._words is not None:
-            text = view.folded
-            end = len(text)
-            begin = max(view.folded_lead, end - self._longest_word)
-            if self._first_characters.isdisjoint(text[begin:]):
-                return at
-            for start, character in enumerate(text[begin:], begin):
-                if character in self._first_characters and self._words.match(text[start:]):
-                    return min(at, view.folded_span(start, end)[0])
+            start, end = self._word_begins(view), len(view.folded)
+            if start < end:
+                return min(at, view.folded_span(start, end)[0])
         return at
+
+    def _word_begins(self, view: View) -> int:
+        """Where in the folded view the earliest beginning of a word stands that reaches to its end; else its length."""
+        text, first, match = view.folded, self._first_characters, self._words.match
+        end = len(text)
+        for start in range(max(view.folded_lead, end - self._longest_word), end):
+            if text[start] in first and match(text[start:]):
+                return start
+        return end
 
     def _look(self, view: View) -> list[int]:
         """Which members of the set match somewhere: expressions by their numbers, then one that matches everything, and

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections.abc import Awaitable
 from typing import Final, NamedTuple
 
 from sol.gateway.call import Call, Usage
@@ -150,19 +151,20 @@ class Attempt:
                 response.close()  # of one that was not read to its end, this closes the connection: the engine stops
 
     async def _stream(self, response: Response, flight: Flight, limit: asyncio.Timeout) -> None:
-        """The hot loop: what is done here is done for every chunk."""
+        """Pass the stream on, until it is done or ends."""
         call, reply, config = self._call, self._reply, self._config
         self._scanner = scanner = EventScanner(
             hide_usage=hides_usage(call), hide_running=asks_for_running_usage(call, self._engine)
         )
         call.usage_so_far = self._so_far
         clock = asyncio.get_running_loop().time
-        pace = call.pace
-        read, engine, feed, write = response.read, self._engine, scanner.feed, reply.write
+        pace, engine, feed = call.pace, self._engine, scanner.feed
         rearm_at = 0.0
-        while data := await read():
-            now = clock()
-            engine.last_byte_at = now
+
+        def digest(data: bytes) -> bytes:
+            """What the client gets of a piece of the stream."""
+            nonlocal rearm_at
+            engine.last_byte_at = now = clock()
             if now >= rearm_at:
                 if call.first_byte_at is None:
                     call.first_byte_at = time.monotonic()
@@ -175,16 +177,32 @@ class Attempt:
                 raise UpstreamError(f"the engine {engine.name} sent {error}") from None
             if pace is not None:
                 pace(now, scanner.num_events)
-            if call.output_filters:
-                data = self._filter(data)
-            if data:
+            return self._filter(data) if call.output_filters else data
+
+        while not (scanner.done or reply.started) and (data := await response.read()):
+            if data := digest(data):
                 self._sending = True
-                if not reply.started:
-                    await reply.start(200, self._stream_headers(response))
-                await write(data)
+                await reply.start(200, self._stream_headers(response))
+                await reply.write(data)
                 self._sending = False
-            if scanner.done:
-                break  # whatever the engine does now, the client has its answer
+
+        write_now = reply.write_now
+        writing: Awaitable[None] | None = None
+
+        def take(data: bytes) -> bool:
+            """The hot path: done for every chunk, in the turn of the event loop that has read it."""
+            nonlocal writing
+            if data := digest(data):
+                writing = write_now(data)
+            return writing is None and not scanner.done
+
+        while not scanner.done:  # whatever the engine does then, the client has its answer
+            await response.pass_to(take)
+            if writing is None:
+                break
+            self._sending = True
+            await writing
+            self._sending, writing = False, None
         rest = scanner.finish()
         if call.path in COMPLETIONS and not scanner.done and not scanner.failed:
             raise UpstreamError(f"the engine {engine.name} ended its answer before it was complete")
@@ -194,7 +212,7 @@ class Attempt:
         if not reply.started:
             await reply.start(200, self._stream_headers(response))
         if rest:
-            await write(rest)
+            await reply.write(rest)
         if scanner.failed:
             await reply.end()
             raise StreamFailed(f"the engine {engine.name} failed in the middle of its answer")

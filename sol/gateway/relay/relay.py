@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
 from sol.errors import SolError
 from sol.gateway.call import Call, Outcome
-from sol.gateway.errors import CLIENT_CLOSED_REQUEST, GatewayError, UpstreamError
+from sol.gateway.errors import CLIENT_CLOSED_REQUEST, DeadlineError, GatewayError, UpstreamError
+from sol.gateway.queue.errors import QueueTimeoutError
 from sol.gateway.relay.attempt import Answer, Attempt, ClientStalled, StreamFailed, Unanswered, fail_stream
 from sol.gateway.relay.budget import RetryBudget
 from sol.gateway.relay.config import RelayConfig
@@ -21,7 +23,7 @@ from sol.gateway.relay.request import Door
 from sol.gateway.reply import Reply
 from sol.gateway.routing.engine import Engine
 from sol.gateway.routing.fleet import Fleet
-from sol.gateway.routing.router import Router
+from sol.gateway.routing.router import Choice, EnginesFullError, Router
 from sol.gateway.routing.tasks import RouteStage
 from sol.gateway.upstream.pool import Upstreams
 
@@ -29,9 +31,19 @@ logger = logging.getLogger("sol.gateway")
 
 _RETRIED: Final = frozenset({502, 503})
 
+Again = Callable[[Call, Collection[str]], Awaitable[bool]]
+
+
+async def _for_nothing(_call: Call, _asked: Collection[str]) -> bool:
+    return False
+
 
 class Relay:
-    def __init__(self, fleet: Fleet, router: Router, route: RouteStage, config: RelayConfig) -> None:
+    def __init__(
+        self, fleet: Fleet, router: Router, route: RouteStage, config: RelayConfig, again: Again = _for_nothing
+    ) -> None:
+        """`again` waits until an engine that was not asked yet has a place."""
+        self._again = again
         self._fleet = fleet
         self._router = router
         self._route = route
@@ -99,7 +111,9 @@ class Relay:
                     break
                 self.num_retries += 1
             try:
-                choice = self._router.choose(call, asked)
+                choice = await self._choose(call, asked, wait=again is None)
+            except (QueueTimeoutError, DeadlineError):
+                raise  # it waited for the others
             except SolError:
                 if failed is None:
                     raise
@@ -126,6 +140,16 @@ class Relay:
         if isinstance(failed, Answer):
             return failed
         raise failed
+
+    async def _choose(self, call: Call, asked: list[Engine], *, wait: bool) -> Choice:
+        """An engine that was not asked. That those are busy which are well is no reason to fail: if `wait`, the call
+        waits for one, before those in the queue, where it has been."""
+        while True:
+            try:
+                return self._router.choose(call, asked)
+            except EnginesFullError:
+                if not wait or not await self._again(call, [engine.name for engine in asked]):
+                    raise
 
     async def _attempt(self, call: Call, engine: Engine, reply: Reply) -> Answer | None:
         door = self._doors[engine.name]

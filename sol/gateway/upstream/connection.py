@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final, Protocol, cast
 
 import httptools
@@ -39,13 +40,19 @@ class Pool(Protocol):
 class Response:
     """An answer. `status` and `headers` (lower-case names) are there once `head` has returned."""
 
-    __slots__ = ("_connection", "_error", "_parts", "_size", "_waiter", "ended", "headers", "status")
+    __slots__ = (
+        "_connection", "_error", "_fault", "_parts", "_size", "_take", "_waiter", "ended", "headers", "status",
+    )  # fmt: skip
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._error: UpstreamHttpError | None = None
         self._parts: list[bytes] = []
         self._size = 0
+        """Of the parts."""
+        self._take: Callable[[bytes], bool] | None = None
+        self._fault: Exception | None = None
+        """What that raised."""
         self._waiter: asyncio.Future[None] | None = None
         self.status = 0
         """0: its head has not come."""
@@ -85,6 +92,27 @@ class Response:
         self._size = 0
         return data
 
+    async def pass_to(self, take: Callable[[bytes], bool]) -> None:
+        """Call `take` with what comes of the body, in the moment it is read: nobody has to be woken for each piece.
+        Returns when `take` has returned False, or after the end of the body. Raises what `read` and `take` raise."""
+        while not self.ended or self._parts:
+            if self._parts:
+                if not take(await self.read()):
+                    return
+                continue
+            self._take = take
+            try:
+                await self._wait()
+            finally:
+                refused = self._take is None
+                self._take = None
+            if self._fault is not None:
+                raise self._fault
+            if refused:
+                return
+        if self._error is not None:
+            raise self._error
+
     def release(self) -> None:
         """Nothing more of it is needed: its last bytes are waited for by nobody, and then the connection can be used
         again."""
@@ -102,6 +130,22 @@ class Response:
             await self._waiter
         finally:
             self._waiter = None
+
+    def _come(self) -> None:
+        """Something new is there, or is not coming any more."""
+        take = self._take
+        if take is None:
+            self._wake()
+            return
+        if self._parts:
+            parts, self._parts, self._size = self._parts, [], 0
+            try:
+                if not take(parts[0] if len(parts) == 1 else b"".join(parts)):
+                    self._take = None
+            except Exception as fault:
+                self._fault, self._take = fault, None
+        if self._take is None or self.ended:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -191,12 +235,13 @@ class Connection(asyncio.Protocol):
             self._completed()
         elif self._without_body > MAX_HEAD_BYTES:
             self._fail(_too_much())
-        elif response._size > _MANY:
-            if not self._finishing:
-                cast(asyncio.Transport, self._transport).pause_reading()
-            elif response._size > _LAST_BYTES:
+        elif self._finishing:
+            if response._size > _LAST_BYTES:
                 self.abort()
-        response._wake()
+        else:
+            response._come()
+            if response._size > _MANY:
+                cast(asyncio.Transport, self._transport).pause_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.lost(self)
@@ -271,7 +316,7 @@ class Connection(asyncio.Protocol):
         if response is not None:
             response._error = error
             response.ended = True
-            response._wake()
+            response._come()
 
 
 def _too_much() -> MalformedError:
