@@ -111,7 +111,7 @@ class Arm:
     def total(self, model: str) -> float:
         return sum(math.inf if each.limit is None else each.limit for each in self.credits)
 
-    def free(self, model: str, *, patient: bool) -> float:
+    def free(self, model: str, *, patient: bool, besides: Collection[str] = ()) -> float:
         return sum(self._free(index) for index in range(NUM_ENGINES) if not patient or self._has_room(index))
 
     def _has_room(self, index: int) -> bool:

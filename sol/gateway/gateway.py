@@ -67,7 +67,7 @@ class Gateway:
         self.limits = LimitStage(config.limits, config.prices, accounts=self._accounts, canonical=self.fleet.canonical)
         self.filters: Filters | None = None
         self.pipeline = Pipeline(self._stages())
-        self.relay = Relay(self.fleet, Router(self.fleet, config.routing), self.route, config.relay)
+        self.relay = Relay(self.fleet, Router(self.fleet, config.routing), self.route, config.relay, self.queue.again)
         self.single_flight = SingleFlight()
         self.draining = False
         """No new work is taken; what is open goes on."""

@@ -31,7 +31,7 @@ class Places:
     def total(self, model: str) -> float:
         return self.places
 
-    def free(self, model: str, *, patient: bool) -> float:
+    def free(self, model: str, *, patient: bool, besides: Collection[str] = ()) -> float:
         return 0 if patient and self.crowded else max(0, self.places - self.taken)
 
     def held(self, model: str, classes: Collection[str]) -> int:

@@ -178,6 +178,29 @@ async def test_an_engine_in_which_requests_wait_gets_fewer() -> None:
         assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 16
 
 
+@pytest.mark.parametrize("fault", [{"kind": "reset"}, {"kind": "error", "status": 503}])
+async def test_an_engine_that_fails_costs_nobody_an_answer_where_the_other_one_is_busy(fault: dict[str, Any]) -> None:
+    async with running(2, engine=ONE, faults=[fault], laws=SLOW) as it:
+        answers = await asyncio.gather(*(post(it, stream=bool(index % 2)) for index in range(20)))
+        assert [answer.status_code for answer in answers] == [200] * 20
+        assert len(it.records(1)) == 20
+        it.gateway.queue.dispatchers["m"].check_integrity()
+
+
+async def test_a_client_that_leaves_while_its_call_waits_for_another_engine_is_forgotten() -> None:
+    async with running(2, engine=ONE, faults=[{"kind": "error", "status": 503}], laws=SLOW) as it:
+        first = asyncio.create_task(post(it, max_tokens=100, ignore_eos=True))
+        await until(lambda: it.engine("b").in_flight == 1)
+        second = asyncio.create_task(post(it))
+        dispatcher = it.gateway.queue.dispatchers["m"]
+        await until(lambda: len(dispatcher.again) == 1)
+        second.cancel()
+        await until(lambda: not dispatcher.again)
+        assert (await first).status_code == 200
+        await it.settled(2)
+        assert not any(dispatcher.in_flight.values())
+
+
 async def test_an_engine_that_refuses_gets_fewer_also_where_another_one_answers() -> None:
     refuses = {"kind": "error", "status": 503}
     async with running(2, faults=[refuses], queue={"min_credits": 1}) as it:

@@ -109,6 +109,35 @@ def test_who_waits_for_one_model_does_not_wait_for_another_that_shares_its_engin
     flight.end("ok")
 
 
+def test_whose_engine_failed_gets_the_next_place_at_another_one() -> None:
+    config, fleet, capacity = make_gateway({"m": "ab"}, "ab", max_in_flight=1)
+    dispatcher = make_dispatcher(["m"], config, capacity)
+    a, b = fleet.engines["a"], fleet.engines["b"]
+    failed, busy = sent(dispatcher, a, "m", "batch"), sent(dispatcher, b, "m", "batch")
+    now = time.monotonic()
+    waiters = [
+        Waiter(model="m", class_name="batch", arrived=now, on_grant=lambda: None, on_refuse=lambda _: None,
+               is_begun=lambda: False, was_granted=True)
+        for _ in range(2)
+    ]  # fmt: skip
+    failed.end("fault")
+    for waiter in waiters:
+        dispatcher.offer_again(waiter, ["a"], now)
+    assert [each.state for each in waiters] == ["waiting", "waiting"]  # a has a place, which is of no use
+    urgent = offer(dispatcher, "m", "realtime")
+    assert urgent.state == "granted"  # to a, for all that is known
+    flight = a.begin(call("m", "realtime"))
+    late = offer(dispatcher, "m", "realtime")
+    busy.end("ok")
+    dispatcher.pump(time.monotonic())
+    assert [waiters[0].state, waiters[1].state, late.state] == ["granted", "waiting", "waiting"]
+    dispatcher.leave(waiters[1], now)
+    assert not dispatcher.again
+    flight.end("ok")
+    for waiter in (*waiters, urgent, late):
+        dispatcher.leave(waiter, now)
+
+
 def test_what_is_on_its_way_to_other_engines_takes_no_place_here() -> None:
     config, _, capacity = make_gateway({"x": "a", "y": "b"}, "ab", max_in_flight=2)
     first, second = make_dispatcher(["x"], config, capacity), make_dispatcher(["y"], config, capacity)

@@ -45,11 +45,11 @@ class FleetCapacity:
     def total(self, model: str) -> float:
         return sum(self._places(engine) for engine in self._askable(model))
 
-    def free(self, model: str, *, patient: bool) -> float:
+    def free(self, model: str, *, patient: bool, besides: Collection[str] = ()) -> float:
         free = sum(
             max(0.0, self._places(engine) - engine.in_flight)
             for engine in self._askable(model)
-            if not patient or engine.has_prompt_room
+            if (not patient or engine.has_prompt_room) and engine.name not in besides
         )
         if self._under_way and free < math.inf:
             free -= len(self._on_the_way(model))

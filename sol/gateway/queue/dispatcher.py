@@ -33,9 +33,10 @@ class Capacity(Protocol):
         """Requests that they may have at once; infinite where nothing limits them."""
         ...
 
-    def free(self, model: str, *, patient: bool) -> float:
+    def free(self, model: str, *, patient: bool, besides: Collection[str] = ()) -> float:
         """Of these, how many they could be given now. `patient`: by those engines only that have few prompts before
-        them, so that one that comes for somebody in a hurry finds no queue there."""
+        them, so that one that comes for somebody in a hurry finds no queue there. `besides`: engines, by their names,
+        that do not count."""
         ...
 
     def held(self, model: str, classes: Collection[str]) -> int:
@@ -64,6 +65,8 @@ class Dispatcher:
         self.expiry: list[tuple[float, int, Waiter]] = []
         """A heap of those who wait, by when they give up; many that went before are still in it."""
         self._numbers = itertools.count()
+        self.again: dict[Waiter, Collection[str]] = {}
+        """Those who had a place, at engines that failed them (by their names), and wait for one at another."""
         self.in_flight = dict.fromkeys(CLASSES, 0)
         self.waiting_bytes = 0
         self.counts: dict[tuple[str, str], int] = {}
@@ -83,6 +86,15 @@ class Dispatcher:
         self.queue.push(waiter)
         heapq.heappush(self.expiry, (waiter.give_up, next(self._numbers), waiter))
         self.waiting_bytes += waiter.size
+        self.pump(now)
+
+    def offer_again(self, waiter: Waiter, besides: Collection[str], now: float) -> None:
+        """One whose place was at an engine that failed it: the next place at any engine `besides` these is its own.
+        Raises `PassedDeadlineError` and `HopelessError`."""
+        self._check_deadline(waiter, now)
+        waiter.state = "waiting"
+        self.again[waiter] = besides
+        heapq.heappush(self.expiry, (waiter.give_up, next(self._numbers), waiter))
         self.pump(now)
 
     def leave(self, waiter: Waiter, now: float, *, successor: str | None = None) -> None:
@@ -138,6 +150,7 @@ class Dispatcher:
         assert len(waiters) == len(self.queue) == sum(self.num_waiting().values())
         assert self.waiting_bytes == sum(waiter.size for waiter in waiters)
         assert {id(waiter) for waiter in waiters} <= {id(entry[2]) for entry in self.expiry}
+        assert all(waiter.state == "waiting" for waiter in self.again)
         assert all(count >= 0 for count in self.in_flight.values())
 
     def _waits(self, name: str) -> bool:
@@ -164,6 +177,11 @@ class Dispatcher:
 
     def pump(self, now: float) -> None:
         """Grant what is free."""
+        for waiter, besides in list(self.again.items()):
+            if self._capacity.free(waiter.model, patient=False, besides=besides) >= 1:
+                del self.again[waiter]
+                waiter.state = "granted"
+                self._grant(waiter, now, "waited")
         while self._grant_next(self._may_go, now):
             pass
         for model in self.models:
@@ -192,6 +210,9 @@ class Dispatcher:
         waiter.on_grant()
 
     def _remove(self, waiter: Waiter) -> None:
+        if self.again.pop(waiter, None) is not None:
+            waiter.let_go()
+            return
         self.queue.remove(waiter)
         self.waiting_bytes -= waiter.size
 

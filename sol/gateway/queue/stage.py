@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Final
 
 from sol.gateway.call import Call, Outcome
@@ -131,6 +131,16 @@ class QueueStage:
             self.dispatchers[slot.model].leave(slot.waiter, time.monotonic(), successor="realtime")
             await self._wait(slot)
 
+    async def again(self, call: Call, besides: Collection[str]) -> bool:
+        """Wait until an engine `besides` these, which have failed it, has a place for a call. False: calls like this
+        one do not wait. Raises `QueueTimeoutError`, `PassedDeadlineError` and `HopelessError`."""
+        slot = self._slots.get(id(call))
+        if slot is None or slot.waiter is None:
+            return False
+        self.dispatchers[slot.model].leave(slot.waiter, time.monotonic())
+        await self._wait(slot, besides)
+        return True
+
     async def _preemptible(self, slot: _Slot, work: Callable[[], Awaitable[Outcome]]) -> Outcome | None:
         """None: it was preempted, and nothing of it is left."""
 
@@ -149,7 +159,8 @@ class QueueStage:
             slot.given_up = False
         return None if task.cancelled() else task.result()
 
-    async def _wait(self, slot: _Slot) -> None:
+    async def _wait(self, slot: _Slot, besides: Collection[str] | None = None) -> None:
+        """`besides`: engines that it had a place at, and that failed it."""
         call, model = slot.call, slot.model
         now = time.monotonic()
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -176,12 +187,15 @@ class QueueStage:
             arrived=call.arrived,
             deadline=self._deadline(call, model),
             size=len(call.body),
-            was_granted=slot.num_preempted > 0,
+            was_granted=slot.num_preempted > 0 or besides is not None,
             on_grant=grant,
             on_refuse=refuse,
             is_begun=lambda: call.attempt > attempts,
         )
-        self.dispatchers[model].offer(waiter, now)
+        if besides is None:
+            self.dispatchers[model].offer(waiter, now)
+        else:
+            self.dispatchers[model].offer_again(waiter, besides, now)
         await granted
 
     def _deadline(self, call: Call, model: str) -> float | None:
@@ -249,6 +263,7 @@ class QueueStage:
             victims = [
                 slot for slot in slots
                 if not slot.given_up and slot.reply is not None and not slot.reply.started
+                and slot.waiter is not None and slot.waiter.state == "granted"
                 and slot.num_preempted < self._options.max_preemptions
             ]  # fmt: skip
             if not victims:

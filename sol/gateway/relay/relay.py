@@ -122,7 +122,7 @@ class Relay:
                 # Nobody else is left, and it may have been the connection that was old, not the engine that is ill.
                 asked.remove(again)
                 again, repeated = None, True
-                choice = self._router.choose(call, asked)
+                choice = await self._choose(call, asked, wait=True)
             engine = choice.engine
             rule = f"{choice.rule}, panic" if choice.panic else choice.rule
             call.decide("route", rule, "engine", engine.name)

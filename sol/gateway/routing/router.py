@@ -23,6 +23,10 @@ class Choice(NamedTuple):
     panic: bool
 
 
+class EnginesFullError(NoCapacityError):
+    """Those that may be asked, and were not yet, have all the requests that they may have."""
+
+
 class Router:
     def __init__(self, fleet: Fleet, config: RoutingConfig) -> None:
         self._fleet = fleet
@@ -31,7 +35,8 @@ class Router:
         self._random = random.Random()  # noqa: S311  (breaks ties)
 
     def choose(self, call: Call, asked: Collection[Engine] = ()) -> Choice:
-        """An engine that was not `asked` yet. Raises `UnknownModelError`, and `NoCapacityError` where none is left."""
+        """An engine that was not `asked` yet. Raises `UnknownModelError`, and `NoCapacityError` where none is left:
+        `EnginesFullError` where that will change by itself."""
         pool, now = self._fleet.pool(call.model), time.monotonic()
         askable = pool.askable(now)
         engines = [engine for engine in askable.engines if engine not in asked and not engine.is_full]
@@ -43,9 +48,10 @@ class Router:
             # Sent elsewhere, the call is answered all the same: any of the model's engines gives the same answers.
             engines = wanted or engines
         if not engines:
-            full = any(engine.is_full for engine in pool.engines)
+            full = any(engine.is_full and engine not in asked for engine in askable.engines)
             what = "every engine has all the requests it may have" if full else "no engine can be reached"
-            raise NoCapacityError(f"{what} for the model {call.model!r:.200}; try again shortly", wait=1.0)
+            error = EnginesFullError if full else NoCapacityError
+            raise error(f"{what} for the model {call.model!r:.200}; try again shortly", wait=1.0)
         if len(engines) == 1:
             return Choice(engines[0], "only_one", askable.panic)
         expected = self._expected(call, pool, engines, now)
