@@ -16,8 +16,10 @@ from typing import Any, Final
 LIMIT: Final = 30
 """Seconds for an input."""
 MEMORY_MIB: Final = 3072
-LONGEST: Final[dict[str, int]] = {"gguf": 24_000}
-"""Bytes of an input; 4,000 for the others: what is long is slow, and says no more."""
+LONGEST: Final[dict[str, int]] = {
+    "templates": 4_000, "tool_calls": 1_000, "gguf": 24_000, "grammars": 2_000, "bodies": 4_000, "streams": 1_000,
+}  # fmt: skip
+"""Bytes of an input: what is long is slow, and says no more."""
 _INSTRUMENTED: Final = ("sol.text", "sol.models", "sol.server", "sol.gateway.relay", "sol.bench.stream", "sol.grammar")
 
 
@@ -48,7 +50,7 @@ def fuzz(name: str, inputs: int, seed: int, directory: Path) -> None:
             if number >= len(target.seeds):
                 data = mutate(random_, data, words, target.seeds)
             (directory / "failed-last").write_bytes(data)
-            target.run(data[: LONGEST.get(name, 4_000)])
+            target.run(data[: LONGEST[name]])
         print(f"stat::number_of_executed_units: {inputs}", file=sys.stderr)
         return
     corpus = directory / "corpus"
@@ -58,7 +60,7 @@ def fuzz(name: str, inputs: int, seed: int, directory: Path) -> None:
     dictionary = directory / "words"
     dictionary.write_text("".join('"' + "".join(f"\\x{byte:02x}" for byte in word) + '"\n' for word in words))
     options = {
-        "runs": inputs, "seed": seed, "timeout": LIMIT, "rss_limit_mb": MEMORY_MIB, "max_len": LONGEST.get(name, 4_000),
+        "runs": inputs, "seed": seed, "timeout": LIMIT, "rss_limit_mb": MEMORY_MIB, "max_len": LONGEST[name],
         "dict": dictionary, "artifact_prefix": f"{directory}/failed-", "print_final_stats": 1,
     }  # fmt: skip
 
