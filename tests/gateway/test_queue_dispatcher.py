@@ -185,6 +185,26 @@ def test_a_deadline_is_given_up_while_there_is_no_use_in_waiting_on() -> None:
         queue.offer("realtime", 3.0, deadline=3.5, first_seconds=1.0)
 
 
+def test_who_had_a_place_is_counted_once_and_not_refused_by_a_guess() -> None:
+    queue = Queue(1)
+    for _ in range(50):
+        queue.offer("batch", 0.0, cost=100)
+    for step in range(10):
+        queue.leave(queue.granted[-1], 1.0 + step)
+    with pytest.raises(HopelessError):
+        queue.offer("batch", 10.0, cost=100, deadline=20.0)
+    waits = queue.offer("batch", 10.0, cost=100, deadline=20.0, was_granted=True)
+    assert waits.state == "waiting"
+    counted = dict(queue.dispatcher.counts)
+    queue.engines.places = 100
+    queue.dispatcher.tick(11.0)
+    assert waits.state == "granted"
+    assert queue.dispatcher.counts["batch", "waited"] == counted["batch", "waited"] + 39
+    late = queue.offer("batch", 11.0, was_granted=True)
+    assert late.state == "granted"
+    assert queue.dispatcher.counts["batch", "at_once"] == 1
+
+
 def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once() -> None:
     queue = Queue(1)
     for _ in range(50):

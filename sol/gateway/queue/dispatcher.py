@@ -205,7 +205,8 @@ class Dispatcher:
     def _grant(self, waiter: Waiter, now: float, how: str) -> None:
         waiter.granted_at = now
         self.in_flight[waiter.class_name] += 1
-        self._count(waiter, how)
+        if not waiter.was_granted:
+            self._count(waiter, how)
         self._capacity.granted(waiter)
         waiter.on_grant()
 
@@ -242,6 +243,8 @@ class Dispatcher:
         waiter.give_up = min(waiter.give_up, latest)
         if now >= waiter.give_up:
             raise self._given_up(waiter, now)
+        if waiter.was_granted:
+            return  # it goes before those whose number the guess below is made from
         wait = self.expected_wait(name, waiter.model, now)
         if now + wait > latest:
             self._count(waiter, "hopeless")

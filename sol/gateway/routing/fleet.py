@@ -28,7 +28,8 @@ class Pool:
         self._most_out = math.floor(max_ejected * len(engines))
 
     def askable(self, now: float) -> Askable:
-        """Never empty. Half-open breakers let one call at a time through."""
+        """Empty only where all may be left out (a `max_ejected` of 1). Half-open breakers let one call at a time
+        through."""
         well = [engine for engine in self.engines if engine.is_well(now)]
         if len(self.engines) - len(well) <= self._most_out:
             return Askable(well, panic=False)
