@@ -17,6 +17,9 @@ GrammarKind = Literal["json_schema", "regex", "choice", "lark", "ebnf"]
 MAX_GRAMMAR_BYTES: Final = 128 * 1024
 """Of a description: what it takes to compile one grows faster than its length."""
 
+GRAMMAR_FAILED: Final = "the grammar cannot be followed any further"
+"""How the error begins of a request that was given up for its grammar: the request's own fault, not the server's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grammar:

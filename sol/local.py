@@ -22,7 +22,7 @@ from sol.engine.types import (
     TokenLogprobs,
 )
 from sol.errors import ConfigError, ContextLengthError, RequestError, SolError
-from sol.grammar import Grammar
+from sol.grammar import GRAMMAR_FAILED, Grammar
 from sol.models.source import resolve_configured
 from sol.sampling_params import SamplingParams
 from sol.seeds import SeedSource
@@ -195,6 +195,8 @@ class LocalEngine:
     def _take(self, choice: _Choice, output: RequestOutput) -> Piece:
         if output.finish_reason == "error":
             self._client.check_alive()
+            if output.error is not None and output.error.startswith(GRAMMAR_FAILED):
+                raise RequestError(output.error, param="grammar")
             raise SolError(output.error or "the engine refused the request")
         text, finish_reason = "", output.finish_reason
         token_ids = output.new_token_ids

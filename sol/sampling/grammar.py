@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 
 from sol.errors import SolError
-from sol.grammar import Grammar
+from sol.grammar import GRAMMAR_FAILED, Grammar
 
 if TYPE_CHECKING:
     from sol.sampling.processing import SamplingRow
 
-DEAD_END: Final = "no token can go on with a text that the grammar allows"
+DEAD_END: Final = f"{GRAMMAR_FAILED}: no token can go on with a text that it allows"
 _MOST_THREADS: Final = 8
 _NOTHING_FORBIDDEN: Final = -1
 """32 tokens of a packed mask"""
@@ -83,7 +83,7 @@ class GrammarState:
     def look(self) -> None:
         """Take over the matcher's error, if it has come to one."""
         if self._matcher is not None and self._matcher.is_error():
-            self.error = f"the grammar cannot be followed any further: {self._matcher.get_error().splitlines()[0]:.300}"
+            self.error = f"{GRAMMAR_FAILED}: {self._matcher.get_error().splitlines()[0]:.300}"
 
     def num_allowed(self, token_ids: Sequence[int], drafts: Sequence[int]) -> int:
         """How many of the drafts after the output's tokens the grammar allows, up to the first that it does not."""

@@ -146,6 +146,7 @@ async def _serve(
             task.cancel()
         await asyncio.gather(serving, *tasks, return_exceptions=True)
         if supervisor is not None:
+            supervisor.grammars.close()
             await asyncio.to_thread(supervisor.engine.close)
         await asyncio.to_thread(state.metrics.close)
         if tracer is not None:

@@ -23,6 +23,7 @@ from sol.engine.types import (
     TokenLogprobs,
 )
 from sol.errors import DeadlineExceededError, EngineDeadError, RequestError, SolError
+from sol.grammar import GRAMMAR_FAILED
 from sol.sampling_params import SamplingParams
 from sol.server.metrics import Metrics, Timeline
 from sol.server.scheduling import Scheduling
@@ -273,6 +274,8 @@ def _take(choice: Choice, output: RequestOutput, metrics: Metrics) -> ChoiceOutp
     if output.finish_reason == "error":
         if output.deadline_exceeded:
             raise DeadlineExceededError(output.error or "the request could not be answered by its deadline")
+        if output.error is not None and output.error.startswith(GRAMMAR_FAILED):
+            raise RequestError(output.error)
         raise SolError(output.error or "the engine could not answer this request")
     if output.finish_reason == "abort":  # not by us: we would not be listening
         raise shutting_down()

@@ -10,10 +10,13 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-from sol.errors import RequestError
+from sol.errors import QueueFullError, RequestError
 from sol.grammar import Grammar
 from sol.server.protocol import GenerationBody, JsonSchemaFormat, TextFormat
 from sol.server.state import ServedModel
+
+MAX_WAITING = 64
+"""Grammars that may be compiled at a time, or wait for it."""
 
 _FORMATS = "'text', 'json_object' or 'json_schema'"
 
@@ -37,9 +40,12 @@ async def grammar_of(model: ServedModel, body: GenerationBody, text_format: Text
 
 
 async def check_grammar(model: ServedModel, grammar: Grammar, *, param: str) -> None:
-    """Raise `RequestError` naming `param` for a grammar that cannot be compiled. Compiling leaves the event loop."""
+    """Raise `RequestError` naming `param` for a grammar that cannot be compiled, `QueueFullError` if too many wait.
+    Compiling leaves the event loop."""
     if model.grammars.is_compiled(grammar):
         return
+    if model.grammars.num_waiting >= MAX_WAITING:
+        raise QueueFullError(f"{MAX_WAITING} grammars wait to be compiled already; try again later")
     try:
         # Shielded: others may wait for the same one.
         await asyncio.shield(asyncio.wrap_future(model.grammars.submit(grammar)))

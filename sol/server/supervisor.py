@@ -38,6 +38,7 @@ class Supervisor:
     def __init__(self, state: ServerState, served: ServedModel, start: Callable[[], EngineClient]) -> None:
         self.engine = served.engine
         """The latest."""
+        self.grammars = served.grammars
         self._state = state
         self._served = served
         self._start = start

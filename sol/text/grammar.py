@@ -3,6 +3,9 @@
 The server compiles a request's grammar to refuse what cannot be compiled, the engine to compute by it. Both keep what
 they compiled. Everything here may be called from any thread, and the compiling itself holds no lock of the
 interpreter's: a schema that takes long delays nobody but who sent it.
+
+Grammars come from strangers. What one may take is bounded: its text, the symbols it becomes, the work of a step
+(llguidance's limits), the processor's time and the stack for compiling it, and what is kept.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from sol.errors import RequestError
@@ -26,7 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["Grammar", "GrammarCompiler"]
 
 MAX_COMPILED: Final = 256
-"""How many a compiler keeps: tens of KB each, seldom more."""
+"""How many a compiler keeps: tens of KB each, seldom more …"""
+MAX_KEPT_SECONDS: Final = 10.0
+"""… and how much work is in them: what took a second to compile can have tens of MB."""
+MAX_SECONDS: Final = 1.0
+"""Of a thread's processor time that compiling may take. Whatever needs more, needs too much in each step as well."""
+MAX_GBNF_BYTES: Final = 16 * 1024
+"""The converter is plain Python, and takes a time that grows with the square of the number of rules."""
 
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,20}"
 """Between the parts of JSON. Without a limit a weak model writes blanks for ever, which every schema allows."""
@@ -36,11 +47,16 @@ _JSON: Final[JsonCompileOptions] = {
     "lenient": False,
     "coerce_one_of": False,
 }
-_IRREVOCABLE: Final = re.compile(r"^\s*[?!]*\w+\s*\[[^\n]*?\b(max_tokens|stop)\s*=", re.MULTILINE)
+_IRREVOCABLE: Final = re.compile(r"^[ \t]*[?!]*\w+[ \t]*\[[^\n]*?\b(max_tokens|stop)[ \t]*=", re.MULTILINE)
 _NUM_THREADS: Final = 2
 """Of a compiler: one that takes long does not hold up all others."""
 _MAX_GRAMMAR_SIZE: Final = 100_000
 """Symbols of a compiled grammar; llguidance's own limit, 500,000, takes seconds to reach."""
+_MAX_LEXER_STATES: Final = 20_000
+"""1 or 2 KB each, of a request that generates; usual are some hundreds."""
+_STACK_BYTES: Final = 256 * 2**20
+"""The compiler recurses along chains of references. Chains as long as a text allows take 24 to 64 MB; a usual stack of
+8 MB would overflow, which ends the process. It is address space until it is used."""
 
 
 class GrammarCompiler:
@@ -58,7 +74,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._vocabulary: LLTokenizer | None = None
         self._preparing = threading.Lock()
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
         self._under_way: dict[Grammar, Future[None]] = {}
         self._lock = threading.Lock()
         """Of those two"""
@@ -69,6 +85,11 @@ class GrammarCompiler:
         with self._lock:
             return grammar in self._compiled
 
+    @property
+    def num_waiting(self) -> int:
+        """Grammars that are being compiled, or are to be."""
+        return len(self._under_way)
+
     def submit(self, grammar: Grammar) -> Future[None]:
         """Compile in a thread of the compiler's own. The future is shared by all who want the same: do not cancel
         it."""
@@ -78,7 +99,11 @@ class GrammarCompiler:
                 return future
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammars")
-            future = self._under_way[grammar] = self._threads.submit(self._find, grammar)
+            previous = threading.stack_size(_STACK_BYTES)
+            try:
+                future = self._under_way[grammar] = self._threads.submit(self._find, grammar)
+            finally:
+                threading.stack_size(previous)
         future.add_done_callback(lambda _: self._under_way.pop(grammar, None))
         return future
 
@@ -88,35 +113,49 @@ class GrammarCompiler:
             found = self._compiled.get(grammar)
             if found is not None:
                 self._compiled.move_to_end(grammar)
-                return found.deep_copy()
+                return found.matcher.deep_copy()
         self.submit(grammar).result()
         return self.compile(grammar)
 
-    def _find(self, grammar: Grammar) -> None:
+    def close(self) -> None:
+        """Let go of what waits to be compiled; nobody may ask for anything after that."""
         with self._lock:
-            if grammar in self._compiled:
-                return
+            if self._threads is not None:
+                self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _find(self, grammar: Grammar) -> None:
+        if self.is_compiled(grammar):
+            return
         made = self._make(grammar)
         with self._lock:
-            self._compiled[grammar] = made
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            kept = self._compiled
+            kept[grammar] = made
+            while len(kept) > 1 and (
+                len(kept) > MAX_COMPILED or sum(one.seconds for one in kept.values()) > MAX_KEPT_SECONDS
+            ):
+                kept.popitem(last=False)
 
-    def _make(self, grammar: Grammar) -> LLMatcher:
+    def _make(self, grammar: Grammar) -> _Compiled:
         vocabulary = self._prepared()
         from llguidance import LLMatcher, LLParserLimits
 
+        began = time.thread_time()
         try:
             source = _source(grammar)
         except Exception as error:  # the converter of GBNF raises what it likes
             raise _refused(grammar, str(error)) from None
-        limits = LLParserLimits(max_grammar_size=_MAX_GRAMMAR_SIZE, verbose_errors=False)
+        limits = LLParserLimits(
+            max_grammar_size=_MAX_GRAMMAR_SIZE, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
+        )
         matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one takes longest, and copies have what it found out
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())
-        return matcher
+        seconds = time.thread_time() - began
+        if seconds > MAX_SECONDS:
+            raise _refused(grammar, f"it takes more than {MAX_SECONDS:g} s to compile; make it simpler")
+        return _Compiled(matcher, seconds)
 
     def _prepared(self) -> LLTokenizer:
         with self._preparing:
@@ -137,6 +176,14 @@ class GrammarCompiler:
                 adapter: Any = _Vocabulary(tokenizer, self._vocab_size, end_ids[0])
                 self._vocabulary = LLTokenizer(adapter, n_vocab=self._vocab_size, eos_token=list(end_ids))
             return self._vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    matcher: LLMatcher
+    """At its beginning; only copies of it go on."""
+    seconds: float
+    """Of processor time"""
 
 
 class _Vocabulary:
@@ -173,7 +220,16 @@ def _source(grammar: Grammar) -> str:
         case "lark":
             return LLMatcher.grammar_from_lark(_revocable(grammar.text))
         case "ebnf":
-            return LLMatcher.grammar_from_lark(_revocable(any_to_lark(grammar.text)))
+            return LLMatcher.grammar_from_lark(_revocable(any_to_lark(_short(grammar.text))))
+
+
+def _short(text: str) -> str:
+    """Without blank lines, over each of which the converter copies the rest. Raises `ValueError` for GBNF that is too
+    long for it."""
+    text = "\n".join(line for line in re.split(r"\r\n|\r|\n", text) if line.strip())
+    if "::=" in text and len(text) > MAX_GBNF_BYTES:
+        raise ValueError(f"GBNF may have {MAX_GBNF_BYTES} characters, not {len(text)}; write it as Lark")
+    return text
 
 
 def _revocable(lark: str) -> str:

@@ -190,3 +190,56 @@ def test_tokens_that_only_the_embedding_has_are_never_allowed() -> None:
     grammars = GrammarCompiler(lambda: (character_tokenizer(), [EOS]), vocab_size=VOCAB + 30)
     matcher = grammars.compile(Grammar.regex(r"(?s:.)*"))
     assert [token for token in range(VOCAB + 30) if matcher.validate_tokens([token])] == list(range(1, VOCAB))
+
+
+def chain(count: int) -> dict[str, Any]:
+    links: dict[str, Any] = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(count)}
+    return {"$defs": links | {f"d{count}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.json_schema(chain(1500)),
+        Grammar.lark("start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(7000)) + 'r7000: "a"'),
+        Grammar.lark("start: T0\n" + "".join(f"T{i}: T{i + 1}\n" for i in range(7000)) + 'T7000: "a"'),
+    ],
+    ids=["schema", "rules", "terminals"],
+)
+def test_long_chains_of_references_do_not_overflow_the_stack(grammar: Grammar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would end the process, and everybody's requests."""
+    monkeypatch.setattr(module, "MAX_SECONDS", 60.0)
+    matcher = compiler().compile(grammar)
+    assert matcher.validate_tokens(ids("a" if grammar.kind == "lark" else "[")) == 1
+
+
+@pytest.mark.parametrize("grammar", [RECORD, NUMBER, WORDS], ids=["record", "number", "words"])
+def test_what_takes_too_much_work_is_refused(grammar: Grammar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.0)
+    with pytest.raises(RequestError, match="make it simpler"):
+        compiler().compile(grammar)
+
+
+def test_work_that_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_KEPT_SECONDS", 0.0)
+    grammars = compiler()
+    grammars.compile(NUMBER)
+    grammars.compile(RECORD)
+    assert (grammars.is_compiled(NUMBER), grammars.is_compiled(RECORD)) == (False, True)
+
+
+def test_gbnf_is_short_and_its_blank_lines_cost_nothing() -> None:
+    assert accepts(Grammar.ebnf("\r\n" * 20_000 + 'root ::= "a"' + "\n \n" * 20_000), "a")
+    with pytest.raises(RequestError, match="GBNF may have"):
+        compiler().compile(Grammar.ebnf('root ::= "a"' + ' | "b"' * 4000))
+
+
+def test_a_compiler_that_is_closed_lets_go_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = compiler()
+    go = threading.Event()
+    monkeypatch.setattr(GrammarCompiler, "_make", lambda *_: go.wait(60))
+    futures = [grammars.submit(Grammar.regex(f"a{i}")) for i in range(5)]
+    assert grammars.num_waiting == 5
+    grammars.close()
+    assert [future.cancelled() for future in futures[2:]] == [True] * 3
+    go.set()
