@@ -42,6 +42,8 @@ Part = Content | Reasoning | CallBegin | Arguments
 def merge(parts: Iterable[Part]) -> list[Part]:
     """The same with neighbouring pieces of one text joined."""
     merged: list[Part] = []
+    if isinstance(parts, list) and len(parts) < 2:
+        return parts
     for part in parts:
         last = merged[-1] if merged else None
         match last, part:

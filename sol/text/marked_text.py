@@ -67,7 +67,29 @@ class TextUntil:
 
 def overlap(text: str, marker: str) -> int:
     """The length of the longest end of `text` that is a beginning of `marker`, but not all of it."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
+    index = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while index >= 0:
+        if marker.startswith(text[index:]):
+            return len(text) - index
+        index = text.find(marker[0], index + 1)
     return 0
+
+
+class LeadingWhite:
+    """White space that may turn out to be part of what follows it. Adding to it takes constant time a character."""
+
+    def __init__(self, characters: str = WHITE) -> None:
+        self._characters = characters
+        self._pieces: list[str] = []
+
+    def feed(self, text: str) -> str:
+        """What follows the white space at the beginning of `text`."""
+        body = text.lstrip(self._characters)
+        if len(body) < len(text):
+            self._pieces.append(text[: len(text) - len(body)])
+        return body
+
+    def take(self) -> str:
+        """All of it, which is then forgotten."""
+        text, self._pieces = "".join(self._pieces), []
+        return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Final, NamedTuple
 
-from sol.text.marked_text import WHITE, TextUntil
+from sol.text.marked_text import WHITE, LeadingWhite, TextUntil
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
@@ -33,6 +33,8 @@ class ReasoningParser:
         self._assumed = self.assumes(prompt)
         self._held: str | None = ""
         """The answer's beginning, while it may be the marker; None once that is decided."""
+        self._white = LeadingWhite()
+        """Before it."""
         self._until: TextUntil | None = None
         self._strip = False
         self._length = 0
@@ -48,12 +50,11 @@ class ReasoningParser:
     def feed(self, text: str) -> Split:
         self._length += len(text)
         if self._held is not None:
-            text = self._held + text
-            body = text.lstrip(WHITE)
+            body = self._held + text if self._held else self._white.feed(text)
             if len(body) < len(OPEN) and OPEN.startswith(body):
-                self._held = text
+                self._held = body
                 return Split("", "")
-            text = self._decide(text)
+            text = self._decide(body)
         if self._until is None:
             return Split("", self._content(text))
         reasoning, rest = self._until.feed(text)
@@ -70,16 +71,16 @@ class ReasoningParser:
         self.end = self._length
         return Split(self._until.feed(text).text + self._until.finish(), "")
 
-    def _decide(self, text: str) -> str:
-        """Whether the answer begins with reasoning; what is left of `text`, its beginning."""
+    def _decide(self, body: str) -> str:
+        """Whether the answer begins with reasoning; returns what is left to read of its beginning."""
         self._held = None
-        body = text.lstrip(WHITE)
+        white = self._white.take()
         marked = body.startswith(OPEN)
         if marked or self._assumed:
             self._until = TextUntil(CLOSE, strip_leading=True)
         else:
             self.end = 0
-        return body.removeprefix(OPEN) if marked else text
+        return body.removeprefix(OPEN) if marked else white + body
 
     def _content(self, text: str) -> str:
         if self._strip:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container
 from typing import ClassVar, Final
 
 from sol.text.answer_parts import Arguments, CallBegin, Content, Part, merge
-from sol.text.marked_text import WHITE, TextUntil
+from sol.text.marked_text import WHITE, LeadingWhite, TextUntil
 from sol.text.tools.call_scanner import CallScanner
 from sol.text.tools.json_scanner import JsonScanner, Status
 
@@ -170,23 +170,26 @@ class Llama3JsonParser(ToolParser):
 
     markers = ("<|python_tag|>",)
 
+    def __init__(self, names: Container[str]) -> None:
+        super().__init__(names)
+        self._white = LeadingWhite()
+
     def _start(self, text: str) -> str:
-        return self._next(text, separators=WHITE)
-
-    def _between(self, text: str) -> str:
-        return self._next(text, separators=WHITE + ";")
-
-    def _next(self, text: str, *, separators: str) -> str:
         """A call, if that is what comes; content otherwise."""
-        text = self._held + text
-        body = text.lstrip(separators)
-        self._held = text[: len(text) - len(body)]
+        body = self._white.feed(text)
         if not body:
             return ""
+        held = self._white.take()
         if body[0] == "{":
-            self._open(body)
-            return body
+            self._held = held
+            return self._open(body)
         self._go_on(after_call=self.num_calls > 0)
+        return held + body
+
+    def _between(self, text: str) -> str:
+        """Behind a call: separators, then what `_start` takes."""
+        self._white = LeadingWhite(WHITE + ";")
+        self._state = self._start
         return text
 
     def _open(self, text: str) -> str:
@@ -197,20 +200,25 @@ class Llama3JsonParser(ToolParser):
         self._read_until(self.markers[0], self._open, strip_leading=after_call)
 
     def finish(self) -> list[Part]:
-        if self._state == self._between:
-            self._held = ""  # separators that separate nothing
+        white = self._white.take()
+        if not self.num_calls:  # behind a call separators separate nothing
+            self._held += white
         return super().finish()
 
 
 class _ArrayParser(ToolParser):
     """Calls in a JSON array."""
 
+    def __init__(self, names: Container[str]) -> None:
+        super().__init__(names)
+        self._white = LeadingWhite()
+
     def _element(self, text: str) -> str:
         """Behind the bracket that opens the array, or a comma."""
-        body = text.lstrip(WHITE)
-        self._held += text[: len(text) - len(body)]
+        body = self._white.feed(text)
         if not body:
             return ""
+        self._held += self._white.take()
         self._read_call(self._after_element, self._go_on)
         return body
 
@@ -231,8 +239,11 @@ class _ArrayParser(ToolParser):
         """Choose the state for what follows, directly behind a call or behind what was none."""
 
     def finish(self) -> list[Part]:
+        white = self._white.take()
         if self._state == self._element and self.num_calls:
             self._held = ""  # a comma that separates nothing
+        else:
+            self._held += white
         return super().finish()
 
 
@@ -293,11 +304,15 @@ class _ForcedParser(ToolParser):
 
     first: ClassVar[str]
 
+    def __init__(self, names: Container[str]) -> None:
+        super().__init__(names)
+        self._white = LeadingWhite()
+
     def _start(self, text: str) -> str:
-        body = text.lstrip(WHITE)
-        self._held += text[: len(text) - len(body)]
+        body = self._white.feed(text)
         if not body:
             return ""
+        self._held = self._white.take()
         if body[0] == self.first:
             return self._open(body)
         self._content(self._held)
@@ -306,6 +321,10 @@ class _ForcedParser(ToolParser):
 
     @abstractmethod
     def _open(self, text: str) -> str: ...
+
+    def finish(self) -> list[Part]:
+        self._held += self._white.take() if self._state == self._start else ""
+        return super().finish()
 
     def _go_on(self, after_call: bool) -> None:
         self._held, self._state = "", self._trailing if after_call else self._rest
