@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,9 @@ class Gateway:
         speculating = {
             model for model, pool in self.fleet.pools.items() if any(e.driver.name == "sol" for e in pool.engines)
         }
-        self.degrade = DegradeStage(config.degradation, self.fleet.canonical, self._measure, speculating)
+        self.degrade = DegradeStage(
+            config.degradation, self.fleet.canonical, self._measure, speculating, self._has_capacity
+        )
         self.observe = ObserveStage(config.observe, self.fleet.canonical)
         self.limits = LimitStage(config.limits, config.prices, accounts=self._accounts, canonical=self.fleet.canonical)
         self.filters: Filters | None = None
@@ -136,6 +139,11 @@ class Gateway:
             utilisation=0.0 if load.credits is None else load.utilisation,
             kv_usage=load.kv_usage,
         )
+
+    def _has_capacity(self, model: str) -> bool:
+        """Whether nothing speaks against asking one of the model's engines."""
+        now = time.monotonic()
+        return any(engine.is_well(now) for engine in self.fleet.pools[model].engines)
 
     def has_capacity(self) -> bool:
         """Whether any engine can be asked."""

@@ -153,6 +153,34 @@ async def test_answers_are_shortened_by_the_field_that_the_engine_reads(
     assert shortened.json == {"model": "large", **expected}
 
 
+async def test_a_model_that_cannot_answer_replaces_none() -> None:
+    well = {"small": True}
+    made = DegradeStage(STEPS, {"large": "large", "small": "small"}, lambda _: Measured(), {"large"}, well.__getitem__)
+    made.ladders["large"].level = 3
+    await made.enter(first := call("batch"))
+    well["small"] = False
+    await made.enter(second := call("batch"))
+    assert (first.model, second.model) == ("small", "large")
+    assert second.response_headers == [(b"x-sol-degraded", b"drafts_off")]
+    assert made.counts["large", "model"] == 1
+
+
+def test_a_gateway_knows_whether_a_models_engines_can_be_asked() -> None:
+    gateway = Gateway(
+        make_config(
+            {
+                "models": [{"name": "large", "engines": ["a"]}, {"name": "small", "engines": ["b"]}],
+                "engines": [{"name": name, "url": "http://x:1"} for name in "ab"],
+                "degradation": [{"action": "model", "models": ["large"], "to": "small"}],
+            }
+        )
+    )
+    assert gateway.degrade.can_answer("small")
+    gateway.fleet.engines["b"].health.probed("refused")
+    assert not gateway.degrade.can_answer("small")
+    assert gateway.degrade.can_answer("large")
+
+
 async def test_classes_are_shed_one_after_another() -> None:
     with pytest.raises(LoadShedError) as refused:
         await stage(4).enter(call())

@@ -64,6 +64,16 @@ def test_who_wants_nothing_saves_nothing_up() -> None:
     assert first["realtime"] >= 7
 
 
+def test_what_a_tenant_had_while_nobody_else_wanted_any_is_not_held_against_it() -> None:
+    fair = queue()
+    for _ in range(1000):
+        fair.pass_by(waiter(tenant="busy", cost=100), 0.0)
+    for _ in range(20):
+        fair.push(waiter(tenant="new", cost=100))
+        fair.push(waiter(tenant="busy", cost=100))
+    assert Counter(one.tenant for one in serve(fair, 10))["busy"] >= 4
+
+
 def test_one_that_passes_by_is_charged_like_any_other() -> None:
     fair = queue()
     for _ in range(8):

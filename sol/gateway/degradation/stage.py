@@ -34,7 +34,8 @@ class LoadShedError(NoCapacityError):
 
 class DegradeStage:
     """`measure` says how a model is. `canonical`: of each name or alias of a model, its name. `speculating`: models
-    with engines that can be told not to draft."""
+    with engines that can be told not to draft. `can_answer`: whether a model, by its own name, has an engine that may
+    be asked."""
 
     name = "degrade"
 
@@ -44,7 +45,9 @@ class DegradeStage:
         canonical: Mapping[str, str],
         measure: Callable[[str], Measured],
         speculating: Collection[str] = (),
+        can_answer: Callable[[str], bool] = lambda _: True,
     ) -> None:
+        self.can_answer = can_answer
         self.ladders = {
             model: Ladder(_steps_of(steps, model, model in speculating)) for model in dict.fromkeys(canonical.values())
         }
@@ -105,6 +108,8 @@ class DegradeStage:
             return True
         if step.action == "model":
             assert step.to is not None
+            if not self.can_answer(step.to):
+                return False  # a long wait for what was asked for is better than none
             call.model = step.to
             return True
         assert step.max_tokens is not None

@@ -128,7 +128,9 @@ class _Line:
             del self._tenants[tenant]
 
     def charge(self, tenant: str, cost: float) -> None:
-        self._tags[tenant] = max(self._tags.get(tenant, 0.0), self._now) + cost
+        # The time of all goes on with whoever is served: who comes later begins there, and not far behind.
+        self._now = max(self._tags.get(tenant, 0.0), self._now)
+        self._tags[tenant] = self._now + cost
         self._tags.move_to_end(tenant)
         if len(self._tags) > _REMEMBERED:
             self._tags.popitem(last=False)
