@@ -83,7 +83,9 @@ class _Usual:
 
     def observe(self, gain: float) -> None:
         self._count += 1.0
-        rate = max(1.0 / self._count, _MEAN_RATE)
+        rate = 1.0 / self._count
+        if rate < _MEAN_RATE:
+            rate = _MEAN_RATE
         self._mean += rate * (gain - self._mean)
         self._square += rate * (gain * gain - self._square)
 
@@ -379,8 +381,10 @@ class Asking:
             request = requests.get(request_id)
             past = request.pasts[i] if request is not None else None
             if past is not None:
-                num_unread += max(num_tokens - past.num_read, 0)
+                unread = num_tokens - past.num_read
                 past.num_read = num_tokens
+                if unread > 0:
+                    num_unread += unread
         member.price.observe(drafting.num_requests, drafting.num_tokens, num_unread, drafting.seconds)
         if member.is_lookup:
             self._recent.append((i, drafting.request_ids))

@@ -61,13 +61,11 @@ class Ledger:
         if not emissions:
             self._seconds += drafting
             return None
-        num_drafts = num_emitted = 0
-        for emission in emissions:
-            num_emitted += emission.num_new_tokens
-            if emission.num_draft_tokens:
-                num_drafts += emission.num_draft_tokens
-                self._count(emission)
         count = len(emissions)
+        news = [emission.num_new_tokens for emission in emissions]
+        num_emitted = sum(news)
+        with_drafts = [emission for emission in emissions if emission.num_draft_tokens]
+        num_drafts = self._count(with_drafts) if with_drafts else 0
         plain, next_plain = seconds, seconds
         beside = shape.num_tokens - num_drafts - count
         """Tokens of prompts: what plain decoding computes along with the first of its steps only"""
@@ -81,9 +79,8 @@ class Ledger:
         self._seconds += spent
         self._plain_seconds += plain_seconds
         accounts = self._accounts
-        for emission in emissions:
+        for emission, new in zip(emissions, news, strict=True):
             account = accounts.get(emission.request_id)
-            new = emission.num_new_tokens
             if account is not None and new:
                 account.seconds += spent
                 account.plain_seconds += plain if new == 1 else plain + next_plain * (new - 1)
@@ -111,24 +108,34 @@ class Ledger:
         self._drafters, self._seconds, self._plain_seconds = {}, 0.0, 0.0
         return taken
 
-    def _count(self, emission: Emission) -> None:
-        if emission.drafter is None:
-            return
-        stats = self._stats(emission.drafter)
-        # Drafts behind an end were right, and nobody got them.
-        drafted, accepted = emission.num_draft_tokens, min(emission.num_accepted_tokens, emission.num_new_tokens)
-        stats.num_drafts += 1
-        stats.num_draft_tokens += drafted
-        stats.num_accepted_tokens += accepted
-        drafted_at, accepted_at = stats.num_drafted_per_position, stats.num_accepted_per_position
-        missing = drafted - len(drafted_at)
-        if missing > 0:
-            drafted_at += [0] * missing
-            accepted_at += [0] * missing
-        # Of each length for now; `take_stats` adds up those that reach a position.
-        drafted_at[drafted - 1] += 1
-        if accepted:
-            accepted_at[accepted - 1] += 1
+    def _count(self, emissions: Sequence[Emission]) -> int:
+        """Drafts of these, each of which had some, by their drafters; how many there were of all."""
+        total = 0
+        name: str | None = None
+        for emission in emissions:
+            drafted, accepted = emission.num_draft_tokens, emission.num_accepted_tokens
+            total += drafted
+            if emission.drafter is None:
+                continue
+            if emission.drafter != name:
+                name = emission.drafter
+                stats = self._stats(name)
+                drafted_at, accepted_at = stats.num_drafted_per_position, stats.num_accepted_per_position
+            # Drafts behind an end were right, and nobody got them.
+            if accepted > emission.num_new_tokens:
+                accepted = emission.num_new_tokens
+            stats.num_drafts += 1
+            stats.num_draft_tokens += drafted
+            stats.num_accepted_tokens += accepted
+            missing = drafted - len(drafted_at)
+            if missing > 0:
+                drafted_at += [0] * missing
+                accepted_at += [0] * missing
+            # Of each length for now; `take_stats` adds up those that reach a position.
+            drafted_at[drafted - 1] += 1
+            if accepted:
+                accepted_at[accepted - 1] += 1
+        return total
 
     def _stats(self, drafter: str) -> DrafterStats:
         stats = self._drafters.get(drafter)
