@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgspec
 
@@ -32,8 +32,8 @@ from sol.version import __version__
 logger = logging.getLogger("sol.gateway")
 
 Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Receive = Callable[[], Coroutine[Any, None, dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Coroutine[Any, None, None]]
 Page = Callable[[dict[str, str]], Awaitable[tuple[int, bytes, bytes]]]
 """A route that does not generate: given the headers, status, content type and body."""
 
@@ -268,7 +268,7 @@ class _Watch:
         self._task = task
         self._stopped = False
         self.has_left = False
-        self._receiving = cast(Coroutine[Any, None, dict[str, Any]], receive())
+        self._receiving = receive()
         self._go_on()
 
     def _go_on(self, _waited_for: object = None) -> None:
@@ -279,7 +279,7 @@ class _Watch:
                 if end.value["type"] == "http.disconnect":
                     self._left()
                     return
-                self._receiving = cast(Coroutine[Any, None, dict[str, Any]], self._receive())
+                self._receiving = self._receive()
             else:
                 waits_for.add_done_callback(self._go_on)
                 return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -32,7 +32,7 @@ class Reply(Protocol):
 class AsgiReply:
     """Over an ASGI server. `extra`: headers that the response has whatever it is."""
 
-    def __init__(self, send: Callable[[dict[str, Any]], Awaitable[None]], extra: Headers) -> None:
+    def __init__(self, send: Callable[[dict[str, Any]], Coroutine[Any, None, None]], extra: Headers) -> None:
         self._send = send
         self._extra = extra
         self.started = False
@@ -47,9 +47,7 @@ class AsgiReply:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     def write_now(self, data: bytes) -> Awaitable[None] | None:
-        writing = cast(
-            Coroutine[Any, None, None], self._send({"type": "http.response.body", "body": data, "more_body": True})
-        )
+        writing = self._send({"type": "http.response.body", "body": data, "more_body": True})
         try:
             waits_for = writing.send(None)
         except StopIteration:

@@ -94,6 +94,11 @@ def _texts(container: Container, key: str | int, role: str, where: str, depth: i
                 yield from _texts(value, index, role, f"{where}[{index}]", depth + 1)
     elif isinstance(value, dict):
         role = _role(value, role)
+        content = value.get("content")
+        if len(value) == 2 and "role" in value and isinstance(content, str):  # nearly all messages
+            if content:
+                yield Field(f"{where}.content", role, content, value, "content")
+            return
         for name in _TEXT_KEYS:
             if name in value:
                 yield from _texts(value, name, role, f"{where}.{name}", depth + 1)

@@ -299,14 +299,17 @@ class StreamFilter:
             window = state.watching.get(channel)
             if window is None:
                 window = state.watching[channel] = Window(*self._rules.watching, self._rules.failed)
-            self._report(index, channel, window.feed(text, final=final).hits)
+            watched = window.feed(text, final=final)
+            if watched.hits:
+                self._report(index, channel, watched.hits)
         if not self._rules.holding:
             return text, False
         window = state.holding.get(channel)
         if window is None:
             window = state.holding[channel] = Window(*self._rules.holding, self._rules.failed)
         released = window.feed(text, final=final)
-        self._report(index, channel, released.hits)
+        if released.hits:
+            self._report(index, channel, released.hits)
         if final:
             del state.holding[channel]
         if released.rejected:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from sol.gateway.filters.matcher import Match
 from sol.gateway.filters.normalise import View
 from sol.gateway.filters.rules import Failed, Hit, RuleSet
@@ -36,7 +38,7 @@ def redactions(hits: Iterable[Hit]) -> list[Edit]:
     return [Edit(hit.start, hit.end, hit) for hit in hits if hit.rule.withholds and hit.rule.config.action == "redact"]
 
 
-class Released(NamedTuple):
+class Released(msgspec.Struct, frozen=True):
     text: str
     """May be passed on now."""
     hits: tuple[Hit, ...] = ()

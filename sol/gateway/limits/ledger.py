@@ -14,8 +14,10 @@ Reserving and settling are idempotent by the reservation's id: where an answer w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
 
 from sol.gateway.errors import RateLimitError
 
@@ -34,7 +36,7 @@ class Limit:
     tokens: int | None = None
 
 
-class Standing(NamedTuple):
+class Standing(msgspec.Struct, frozen=True):
     """How much of a limit is taken, the request at hand included."""
 
     limit: Limit
@@ -44,8 +46,7 @@ class Standing(NamedTuple):
     """Seconds until all of it is free again, if nothing more comes."""
 
 
-@dataclass(slots=True, eq=False)
-class Reservation:
+class Reservation(msgspec.Struct, eq=False):
     """One request's share of its limits, from the moment it asks until it is settled."""
 
     id: str
@@ -54,7 +55,7 @@ class Reservation:
     """What is reserved of each limit's tokens; 1 of its requests."""
     info: str = ""
     """What whoever finds the reservation without its owner needs to know of it; the ledger does not look into it."""
-    standings: tuple[Standing, ...] = field(default=())
+    standings: tuple[Standing, ...] = ()
     settled: bool = False
     """By this process. Kept here, not by the ledger, which would have to remember all that there ever were."""
 

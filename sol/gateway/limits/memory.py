@@ -6,8 +6,9 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import repeat
+
+import msgspec
 
 from sol.gateway.errors import RateLimitError
 from sol.gateway.limits.ledger import (
@@ -77,8 +78,7 @@ class _Window:
         return self.cells[-1].quantum
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
+class _Entry(msgspec.Struct, eq=False):
     """A reservation that the ledger knows."""
 
     reservation: Reservation

@@ -8,7 +8,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,8 +38,7 @@ _RATE_HEADERS = tuple(
 )
 
 
-@dataclass(slots=True, eq=False)
-class _Open:
+class _Open(msgspec.Struct, eq=False):
     """A call between `enter` and `leave`."""
 
     call: Call

@@ -11,7 +11,9 @@ import contextlib
 import random
 import time
 from collections.abc import Awaitable
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from sol.gateway.call import Call, Usage
 from sol.gateway.errors import (
@@ -64,7 +66,7 @@ class ClientStalled(Exception):
     """The client takes nothing of what it is sent."""
 
 
-class Answer(NamedTuple):
+class Answer(msgspec.Struct, frozen=True):
     """A whole answer of an engine that was not passed on yet."""
 
     status: int

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from sol.errors import UnknownModelError
 from sol.gateway.routing.engine import Engine
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from sol.gateway.config import GatewayConfig
 
 
-class Askable(NamedTuple):
+class Askable(msgspec.Struct, frozen=True):
     engines: list[Engine]
     panic: bool
     """More than may be left out look ill, so that being ill was not held against those that listen."""

@@ -6,7 +6,8 @@ import math
 import random
 import time
 from collections.abc import Collection
-from typing import NamedTuple
+
+import msgspec
 
 from sol.gateway.call import Call
 from sol.gateway.errors import NoCapacityError
@@ -16,7 +17,7 @@ from sol.gateway.routing.engine import Engine
 from sol.gateway.routing.fleet import Fleet, Pool
 
 
-class Choice(NamedTuple):
+class Choice(msgspec.Struct, frozen=True):
     engine: Engine
     rule: str
     """What decided: only_one, least_latency, prefix (its favourite), prefix_escape (the favourite was too busy)."""

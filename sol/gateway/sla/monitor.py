@@ -11,7 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from sol.gateway.call import Call, Outcome
 from sol.gateway.queue.config import CLASSES
@@ -75,7 +77,7 @@ class LevelReport:
     """Of the class as a whole, over the fast window."""
 
 
-class _Sample(NamedTuple):
+class _Sample(msgspec.Struct, frozen=True):
     """One request: what was seen of it. `ttft` and `itl` are None where it has none, inf where it was not served."""
 
     failed: bool

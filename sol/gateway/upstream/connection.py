@@ -18,6 +18,8 @@ _LAST_BYTES: Final = 64 * 2**10
 """Of an answer that nobody reads any more."""
 _SENT_TOGETHER: Final = 16 * 2**10
 """Bytes of a request's body up to which copying it behind its head is cheaper than a second piece to write."""
+_NONE: Final = asyncio.Transport()
+"""Before there is one."""
 _LENGTHS: Final = frozenset({b"content-length", b"transfer-encoding"})
 
 
@@ -157,8 +159,8 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._transport: asyncio.Transport | None = None
-        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport = _NONE
+        self._parser: httptools.HttpResponseParser = httptools.HttpResponseParser(self)
         self._response: Response | None = None
         self._headers: list[tuple[bytes, bytes]] = []
         self._head_size = 0
@@ -171,13 +173,12 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        return self._transport is not _NONE and not self._transport.is_closing()
 
     def send(self, head: bytes, body: bytes) -> Response:
         """Write a request: its line and headers, with the empty line, and its body."""
         assert self._response is None
         transport = self._transport
-        assert transport is not None
         self._headers = []
         self._head_size = self._without_body = 0
         self._complete = self._reusable = self._surplus = self._finishing = False
@@ -192,7 +193,7 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close at once. Whoever waits for an answer is told."""
-        if self._transport is not None:
+        if self._transport is not _NONE:
             self._transport.abort()
         self._end(LostError("the connection was closed"))
 
@@ -207,7 +208,7 @@ class Connection(asyncio.Protocol):
     def go_on(self) -> None:
         """Read again."""
         if self.is_open:
-            cast(asyncio.Transport, self._transport).resume_reading()
+            self._transport.resume_reading()
 
     # asyncio.Protocol
 
@@ -222,8 +223,8 @@ class Connection(asyncio.Protocol):
             return
         self._without_body += len(data)
         try:
-            cast(httptools.HttpResponseParser, self._parser).feed_data(data)
-        except httptools.HttpParserError as error:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             inner = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else None
             if inner is not None and not isinstance(inner, MalformedError):
                 raise inner from None
@@ -241,11 +242,11 @@ class Connection(asyncio.Protocol):
         else:
             response._come()
             if response._size > _MANY:
-                cast(asyncio.Transport, self._transport).pause_reading()
+                self._transport.pause_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.lost(self)
-        self._parser = None  # it refers to this
+        del self._parser  # it refers to this
         response = self._response
         if response is not None and error is None and response.status and not self._has_length():
             self._end(None)  # the body was all there was to come: it had no other end
@@ -266,7 +267,6 @@ class Connection(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        assert self._parser is not None
         status = self._parser.get_status_code()
         response = self._response
         if status < 200 or self._complete or response is None:
@@ -290,12 +290,11 @@ class Connection(asyncio.Protocol):
         if not response.status:  # 100 Continue and its like
             self._headers = []
             return
-        assert self._parser is not None
         self._complete = True
         self._reusable = self._parser.should_keep_alive()  # it is only known here
 
     def _completed(self) -> None:
-        transport = cast(asyncio.Transport, self._transport)
+        transport = self._transport
         self._end(None)
         # An engine that answered before it had read all of the request reads the rest of it as the next one.
         if self._reusable and not self._surplus and self.is_open and not transport.get_write_buffer_size():
@@ -308,7 +307,7 @@ class Connection(asyncio.Protocol):
 
     def _fail(self, error: Exception) -> None:
         assert isinstance(error, UpstreamHttpError)
-        cast(asyncio.Transport, self._transport).abort()
+        self._transport.abort()
         self._end(error)
 
     def _end(self, error: UpstreamHttpError | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import socket
 import ssl
 from collections.abc import Sequence
@@ -212,7 +213,7 @@ class Origin:
             raise ConnectTimeoutError("it does not take connections") from None
         except (OSError, UnicodeError) as error:
             self._addresses = ()
-            raise UnreachableError(getattr(error, "strerror", None) or "no connection") from None
+            raise UnreachableError(_reason(error)) from None
         self.num_opened += 1
         return connection
 
@@ -232,6 +233,12 @@ class Origin:
             self._tls = ssl.create_default_context()
             self._tls.set_alpn_protocols(["http/1.1"])
         return self._tls
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    if isinstance(error, OSError) and not isinstance(error, (socket.gaierror, ssl.SSLError)) and error.errno:
+        return os.strerror(error.errno)
+    return getattr(error, "strerror", None) or "no connection"
 
 
 async def _whole(response: Response, max_bytes: int) -> tuple[int, bytes]:
