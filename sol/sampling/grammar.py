@@ -197,11 +197,16 @@ def _put_ends_off(packed: npt.NDArray[np.int32], row: SamplingRow) -> None:
 
 
 def _unpacked(packed: npt.NDArray[np.int32], logits: torch.Tensor) -> torch.Tensor:
-    """A bit a token, the lowest first → [places, V] bool."""
+    """A bit a token, the lowest first → [places, V] bool, where `logits` are."""
     vocab_size = logits.shape[1]
     if logits.device.type == "cpu":
         bits = np.unpackbits(packed.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
         return torch.from_numpy(bits).view(torch.bool)
-    words = torch.from_numpy(packed.view(np.uint8)).to(logits.device)  # an eighth of what the bools would take
-    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    return ((words.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :vocab_size].bool()
+    # The bits are copied, which are an eighth of the bytes that the bools are.
+    return unpack_bits(torch.from_numpy(packed.view(np.uint8)).to(logits.device), vocab_size)
+
+
+def unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """[S, bytes] uint8, the lowest bit first → [S, count] bool."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :count].bool()

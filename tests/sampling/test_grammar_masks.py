@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_grammar import EOS, NUMBER, RECORD, VOCAB, WORDS, compiler, ids, text
 
 from sol.errors import RequestError
 from sol.grammar import Grammar
-from sol.sampling.grammar import DEAD_END, GrammarState, grammar_state, masks
+from sol.sampling.grammar import DEAD_END, GrammarState, grammar_state, masks, unpack_bits
 from sol.sampling.processing import SamplingRow, continued, distribution
 from sol.sampling.sampler import NOT_FINITE_MESSAGE, sample
 from sol.sampling_params import SamplingParams
@@ -237,3 +238,11 @@ def test_how_many_drafts_are_allowed() -> None:
     assert state.num_allowed(ids("-1"), ids("x")) == 0
     assert state.num_allowed(ids("-1x"), ids("1")) == 0
     assert state.error is not None
+
+
+def test_bits_are_unpacked_on_a_device_as_on_the_host() -> None:
+    packed = torch.randint(0, 256, (3, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    found = unpack_bits(packed, 123)
+    assert (found.shape, found.dtype) == ((3, 123), torch.bool)
+    wanted = np.unpackbits(packed.numpy(), axis=1, count=123, bitorder="little")
+    assert found.tolist() == wanted.astype(bool).tolist()

@@ -200,6 +200,16 @@ def test_what_cannot_be_had_is_refused_before_anything_is_generated(
     assert tiny_server.metrics()["vllm:generation_tokens_total"] == before
 
 
+def test_an_expression_that_becomes_too_much_on_the_way_ends_its_request_alone(tiny_server: Server) -> None:
+    """It compiles, and is too much for llguidance's limits once the model writes."""
+    for stream in (False, True):
+        fields = {"guided_regex": "(a?){3000}a{3000}", "max_tokens": 400, "stream": stream}
+        response = tiny_server.post("/v1/completions", prompt="a", **fields)
+        assert response.status_code == 400, response.text
+        assert "the grammar cannot be followed any further" in response.text
+    assert complete(tiny_server, guided_choice=["one"])["text"] == "one"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
