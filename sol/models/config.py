@@ -26,6 +26,10 @@ SUPPORTED_ARCHITECTURES: Final = (
 `gemma3`, `phi3` and `qwen3moe`."""
 
 
+_MAX_EXPERTS: Final = 8192
+"""In a layer; real models have hundreds. It only bounds what a damaged file can make us do."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3RopeScaling:
     """Frequencies stretched by wavelength, as Llama 3.1 defines it (`rope_type: llama3`)."""
@@ -176,6 +180,12 @@ def _check(config: ModelConfig, origin: str) -> None:
     if config.windows and len(config.windows) != config.num_hidden_layers:
         raise CheckpointError(
             f"{origin}: {len(config.windows)} layers have a type, the model has {config.num_hidden_layers}",
+            param="model",
+        )
+    if config.experts is not None and config.experts.num_experts > _MAX_EXPERTS:
+        raise CheckpointError(
+            f"{origin}: {config.experts.num_experts} experts in a layer are more than {_MAX_EXPERTS}, and more than any "
+            "model has: the file is damaged",
             param="model",
         )
     if config.experts is not None and config.experts.num_experts_per_tok > config.experts.num_experts:

@@ -97,6 +97,12 @@ class GGUFCheckpoint:
             if name in _ROPE_FACTORS:
                 continue
             if config.experts is not None and (layer := _EXPERTS.fullmatch(name)) and len(tensor.shape) == 3:
+                if tensor.shape[0] != config.experts.num_experts:
+                    raise CheckpointError(
+                        f"{path}: {name} holds {tensor.shape[0]} experts, the metadata says "
+                        f"{config.experts.num_experts}",
+                        param="model",
+                    )
                 for index in range(tensor.shape[0]):
                     self._places[_expert_name(config.experts, layer[1], layer[2], index)] = _Place(name, index)
             elif config.experts is not None and (layer := _EXPERT.fullmatch(name)):

@@ -50,7 +50,7 @@ def fetch_description(repo: str, access: HubAccess, *, progress: bool) -> Path:
 
 def fetch_weights(repo: str, commit: str, access: HubAccess, *, progress: bool) -> Path:
     """The same for the safetensors files of that commit, whose directory it returns; what an earlier, interrupted
-    attempt has brought of them is kept. Offline, files may be missing."""
+    attempt has brought of them is kept."""
     return _fetch(repo, access, lambda: _weights(repo, commit, access), progress)
 
 
@@ -117,21 +117,28 @@ def _snapshot(
 
 def _weights(repo: str, commit: str, access: HubAccess) -> Path:
     from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if not is_offline(access):
-        storage = Path(constants.HF_HUB_CACHE).expanduser() / f"models--{repo.replace('/', '--')}"
-        try:
-            fetch_blobs(repo, commit, "*.safetensors", _IGNORED, token_to_send(access)[0], storage)
-        except Exception:
-            # A hub that is out of reach, or refuses, is no matter to whoever has all that is needed.
-            root = _cached_weights(repo, commit, access)
-            if root is None:
-                raise
-            return root
+    if is_offline(access):
+        cached = _cached_weights(repo, commit, access)
+        if cached is None:
+            raise LocalEntryNotFoundError(f"the cache lacks weights of {repo}")
+        return cached
+    storage = Path(constants.HF_HUB_CACHE).expanduser() / f"models--{repo.replace('/', '--')}"
+    try:
+        fetch_blobs(repo, commit, "*.safetensors", _IGNORED, token_to_send(access)[0], storage)
+    except Exception:
+        # A hub that is out of reach, or refuses, is no matter to whoever has all that is needed.
+        cached = _cached_weights(repo, commit, access)
+        if cached is None:
+            raise
+        return cached
     return _snapshot(repo, commit, WEIGHT_PATTERNS, access)
 
 
 def _cached_weights(repo: str, commit: str, access: HubAccess) -> Path | None:
+    """None where some are missing. Some versions of huggingface_hub return a directory without a look at what is in
+    it."""
     try:
         root = _snapshot(repo, commit, WEIGHT_PATTERNS, access, cached_only=True)
         index = root / INDEX_NAME

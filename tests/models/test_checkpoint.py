@@ -197,6 +197,14 @@ def test_heads_that_are_rotated_in_part_are_reordered_whatever_they_are_stored_a
     torch.testing.assert_close(checkpoint.load(other, torch.float32), written[other], atol=tolerance, rtol=0)
 
 
+def test_gguf_with_another_number_of_experts_than_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    model = make_llama(family="Mixtral", num_local_experts=4)
+    write_gguf(path, model, GGUFOptions(metadata={"llama.expert_count": 3}))
+    with pytest.raises(CheckpointError, match=r"ffn_\w+_exps\.weight holds 4 experts, the metadata says 3"):
+        open_checkpoint(resolve(str(path)))
+
+
 def test_gguf_of_mixtures_by_their_first_converters(tmp_path: Path) -> None:
     """Each expert in tensors of its own."""
     model = make_llama(family="Mixtral", num_local_experts=2)

@@ -250,6 +250,11 @@ HALF_LONG = {"rope_factors_long.weight": LONG_FACTORS["rope_factors_long.weight"
             GGUFOptions(metadata={"llama.expert_used_count": 5}),
             "num_experts_per_tok is 5, but there are 4 experts",
         ),
+        (
+            {"family": "Mixtral", "num_local_experts": 4},
+            GGUFOptions(metadata={"llama.expert_count": 2**31}),
+            "2147483648 experts in a layer are more than 8192",
+        ),
     ],
 )
 def test_gguf_longrope_and_mixtures_that_cannot_be(
