@@ -33,7 +33,7 @@ async def answer_parsers(
     def new_parser() -> AnswerParser | None:
         return model.answers.parser(
             prompt,
-            None if tools is None else tools.parser(model),
+            None if tools is None else tools.parser(model.answers),
             max_calls=None if tools is None else tools.max_calls,
             show_reasoning=show_reasoning,
         )

@@ -212,7 +212,6 @@ class _Loaded:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     answers: AnswerFormat
-    enable_auto_tool_choice: bool
     eos_token_ids: tuple[int, ...]
     longest_token: int
     """In bytes."""
@@ -226,7 +225,6 @@ class _Loaded:
             eos_token_ids=self.eos_token_ids,
             grammars=GrammarCompiler(lambda: (self.tokenizer, self.eos_token_ids), vocab_size=engine.info.vocab_size),
             answers=self.answers,
-            enable_auto_tool_choice=self.enable_auto_tool_choice,
             max_prompt_chars=self.longest_token * engine.info.max_model_len,
         )
 
@@ -236,7 +234,11 @@ def _load(config: ServerConfig) -> _Loaded:
     tokenizer = Tokenizer.from_files(files)
     template = load_chat_template(files)
     answers = AnswerFormat.of(
-        template, tokenizer, tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+        template,
+        tokenizer,
+        tool_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+        auto_tool_choice=config.enable_auto_tool_choice is not False,
     )
     if config.enable_auto_tool_choice and answers.tools is None:
         raise ConfigError(
@@ -248,7 +250,6 @@ def _load(config: ServerConfig) -> _Loaded:
         tokenizer=tokenizer,
         chat_template=template,
         answers=answers,
-        enable_auto_tool_choice=config.enable_auto_tool_choice is not False,
         eos_token_ids=end_token_ids(files, tokenizer),
         longest_token=max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)),
         client=ProcessClient(config.engine),

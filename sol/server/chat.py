@@ -40,7 +40,7 @@ async def chat_completions(request: Request) -> Response:
     params.check_vocabulary(model.info.vocab_size)
     path = "tools[{}].function"
     functions = [tool.function for tool in body.tools or ()]
-    tools = tools_of(model, functions, body.tool_choice, body.parallel_tool_calls, path=path)
+    tools = tools_of(model.answers, functions, body.tool_choice, body.parallel_tool_calls, path=path)
     params.grammar = await forced_grammar(model, tools, await grammar_of(model, body), path=path)
     speculation = speculation_params(body, model.info.drafters)
     scheduling = scheduling_of(request, body, state)

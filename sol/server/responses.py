@@ -42,7 +42,7 @@ async def create_response(request: Request) -> Response:
     params = responses_params(body)
     params.check_vocabulary(model.info.vocab_size)
     path = "tools[{}]"
-    tools = tools_of(model, body.tools or (), body.tool_choice, body.parallel_tool_calls, path=path)
+    tools = tools_of(model.answers, body.tools or (), body.tool_choice, body.parallel_tool_calls, path=path)
     grammar = await grammar_of(model, body, body.text.format if body.text else None)
     params.grammar = await forced_grammar(model, tools, grammar, path=path)
     speculation = speculation_params(body, model.info.drafters)

@@ -35,7 +35,6 @@ class ServedModel:
     grammars: GrammarCompiler
     answers: AnswerFormat
     """The forms in which it writes reasoning and tool calls."""
-    enable_auto_tool_choice: bool
     max_prompt_chars: int
     """A text longer than this cannot fit into the context, whatever it says: it is refused before it is tokenized."""
 

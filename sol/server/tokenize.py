@@ -59,7 +59,7 @@ async def tokenize(request: Request) -> Response:
 
 def _tools(model: ServedModel, body: TokenizeBody) -> list[dict[str, Any]] | None:
     functions = [tool.function for tool in body.tools or ()]
-    tools = tools_of(model, functions, None, None, path="tools[{}].function")
+    tools = tools_of(model.answers, functions, None, None, path="tools[{}].function")
     return None if tools is None else tools.for_template()
 
 

@@ -50,7 +50,7 @@ class Tools:
             described.append({"type": "function", "function": fields})
         return described
 
-    def parser(self, model: ServedModel) -> ToolParser | None:
+    def parser(self, answers: AnswerFormat) -> ToolParser | None:
         """A new one, for one answer."""
         names = frozenset(function.name for function in self.functions)
         match self.choice.mode:
@@ -59,7 +59,7 @@ class Tools:
             case "required":
                 return ForcedCallsParser(names)
             case "auto":
-                return model.answers.tool_parser(names)
+                return answers.tool_parser(names)
         return None
 
     def grammar(self) -> Grammar | None:
@@ -74,7 +74,7 @@ class Tools:
 
 
 def tools_of(
-    model: ServedModel,
+    answers: AnswerFormat,
     functions: Sequence[FunctionDefinition],
     choice: ToolChoice | None,
     parallel: bool | None,
@@ -106,18 +106,18 @@ def tools_of(
             param="tool_choice",
         )
     if choice.mode == "auto":
-        _check_auto(model, param="tool_choice" if given else "tools")
+        _check_auto(answers, param="tool_choice" if given else "tools")
     return Tools(tuple(functions), choice, parallel is not False)
 
 
-def _check_auto(model: ServedModel, *, param: str) -> None:
+def _check_auto(answers: AnswerFormat, *, param: str) -> None:
     forced = "tool_choice 'required', or one that names a tool, works with every model"
-    if not model.enable_auto_tool_choice:
+    if not answers.auto_tool_choice:
         raise RequestError(f"tool_choice 'auto' is switched off on this server; {forced}", param=param)
-    if model.answers.tools is None or not model.answers.shows_tools:
+    if answers.tools is None or not answers.shows_tools:
         missing = (
             "this model's chat template does not tell it of tools"
-            if not model.answers.shows_tools
+            if not answers.shows_tools
             else "it is not known in what form this model calls tools (--tool-call-parser would say it)"
         )
         raise RequestError(f"tool_choice 'auto' is not possible: {missing}; {forced}", param=param)

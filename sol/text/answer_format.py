@@ -36,6 +36,8 @@ class AnswerFormat:
     reasoning: type[ReasoningParser] | None = None
     shows_tools: bool = False
     """The chat template tells the model of its tools."""
+    auto_tool_choice: bool = True
+    """The model may choose to call one."""
     kept_ids: frozenset[int] = field(default_factory=frozenset)
     """Special tokens that are markers, which the parsers have to see."""
     close_id: int | None = None
@@ -49,6 +51,7 @@ class AnswerFormat:
         *,
         tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,
+        auto_tool_choice: bool = True,
     ) -> AnswerFormat:
         source = "" if template is None else template.source
         tools = _shown_tools(source) if tool_parser == AUTO else TOOL_PARSERS.get(tool_parser)
@@ -56,7 +59,8 @@ class AnswerFormat:
         markers = {marker.encode() for parser in (tools, reasoning) if parser is not None for marker in parser.markers}
         kept = frozenset(i for i in tokenizer.special_ids if tokenizer.token_bytes(i) in markers)
         close_id = next((i for i in kept if tokenizer.token_bytes(i) == CLOSE.encode()), None)
-        return cls(tools, reasoning, _READS_TOOLS.search(source) is not None, kept, close_id)
+        shows_tools = _READS_TOOLS.search(source) is not None
+        return cls(tools, reasoning, shows_tools, auto_tool_choice, kept, close_id)
 
     def parser(
         self,
