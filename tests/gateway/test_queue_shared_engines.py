@@ -138,6 +138,21 @@ def test_whose_engine_failed_gets_the_next_place_at_another_one() -> None:
         dispatcher.leave(waiter, now)
 
 
+def test_nobody_who_comes_takes_the_place_that_one_waits_for_whose_engine_failed() -> None:
+    config, fleet, capacity = make_gateway({"m": "ab"}, "ab", max_in_flight=1)
+    dispatcher = make_dispatcher(["m"], config, capacity)
+    flights = [sent(dispatcher, fleet.engines[name], "m", "batch") for name in "ab"]
+    now = time.monotonic()
+    waits = Waiter(
+        model="m", class_name="batch", arrived=now, on_grant=lambda: None, on_refuse=lambda _: None,
+        is_begun=lambda: False, was_granted=True,
+    )  # fmt: skip
+    dispatcher.offer_again(waits, ["a"], now)
+    flights[1].end("ok")  # its answer is on its way to the client, and the queue has not heard of it yet
+    late = offer(dispatcher, "m", "realtime")
+    assert (waits.state, late.state) == ("granted", "waiting")
+
+
 def test_what_is_on_its_way_to_other_engines_takes_no_place_here() -> None:
     config, _, capacity = make_gateway({"x": "a", "y": "b"}, "ab", max_in_flight=2)
     first, second = make_dispatcher(["x"], config, capacity), make_dispatcher(["y"], config, capacity)

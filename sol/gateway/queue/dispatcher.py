@@ -158,10 +158,15 @@ class Dispatcher:
 
     def _others_first(self, waiter: Waiter) -> bool:
         """Whether somebody waits who might get the same place."""
+        if any(self._may_go_again(each, besides) for each, besides in self.again.items()):
+            return True
         return len(self.queue) > 0 and any(
             self.queue.num_waiting(name, model) > 0 and self._may_go(name, model)
             for name in CLASSES for model in self.models
         )  # fmt: skip
+
+    def _may_go_again(self, waiter: Waiter, besides: Collection[str]) -> bool:
+        return self._capacity.free(waiter.model, patient=False, besides=besides) >= 1
 
     def _may_go(self, name: str, model: str) -> bool:
         if self._capacity.free(model, patient=RANK[name] > 0) < 1:
@@ -178,7 +183,7 @@ class Dispatcher:
     def pump(self, now: float) -> None:
         """Grant what is free."""
         for waiter, besides in list(self.again.items()):
-            if self._capacity.free(waiter.model, patient=False, besides=besides) >= 1:
+            if self._may_go_again(waiter, besides):
                 del self.again[waiter]
                 waiter.state = "granted"
                 self._grant(waiter, now, "waited")
