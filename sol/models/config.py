@@ -184,8 +184,8 @@ def _check(config: ModelConfig, origin: str) -> None:
         )
     if config.experts is not None and config.experts.num_experts > _MAX_EXPERTS:
         raise CheckpointError(
-            f"{origin}: {config.experts.num_experts} experts in a layer are more than {_MAX_EXPERTS}, and more than any "
-            "model has: the file is damaged",
+            f"{origin}: {config.experts.num_experts} experts in a layer are more than {_MAX_EXPERTS}, and more than "
+            "any model has: the file is damaged",
             param="model",
         )
     if config.experts is not None and config.experts.num_experts_per_tok > config.experts.num_experts:

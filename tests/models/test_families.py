@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tiny_models import TinyLlama
+from tiny_models import GGUFOptions, TinyLlama, write_gguf
 
 from sol import LLM, SamplingParams
 
@@ -75,3 +77,31 @@ def test_greedy_tokens_with_and_without_drafters(
             drafted = sum(c.drafters["draft_model"].num_draft_tokens for c in counts if c is not None)
             accepted = sum(c.drafters["draft_model"].num_accepted_tokens for c in counts if c is not None)
             assert drafted == accepted > 0
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3 moe", "phi3, long, rotated in part"])
+def test_greedy_tokens_from_a_gguf_file(
+    tiny_llama: Callable[..., TinyLlama], tmp_path: Path, family: str, kernels: str
+) -> None:
+    options = FAMILIES[family]
+    if family == "qwen3 moe":  # as ggml computes it
+        options = options | {"norm_topk_prob": True}
+    tiny = tiny_llama(num_hidden_layers=2, **options)
+    tensors: dict[str, Any] = {}
+    if family.startswith("phi3"):
+        rope = options["rope_parameters"]
+        tensors = {f"rope_factors_{name}.weight": np.float32(rope[f"{name}_factor"]) for name in ("long", "short")}
+    write_gguf(tmp_path / "tiny.gguf", tiny.model, GGUFOptions(tensors=tensors))
+    llm = LLM(
+        str(tmp_path / "tiny.gguf"),
+        cpu_kernels=kernels,
+        max_model_len=64,
+        kv_cache_memory_bytes=4 << 20,
+        skip_tokenizer_init=True,
+        speculation="off",
+    )
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
+    assert [list(answer.outputs[0].token_ids) for answer in answers] == [
+        transformers_tokens(tiny, prompt) for prompt in PROMPTS
+    ]
