@@ -328,3 +328,17 @@ def test_a_response_that_must_call(client: openai.OpenAI) -> None:
     cut = respond(client, tools=[flat(WEATHER)], tool_choice="required", temperature=1, max_output_tokens=14)
     assert cut.status == "incomplete"
     assert cut.output[-1].status == "incomplete"
+
+
+def test_forms_that_the_owner_chooses(calling_llama: Path) -> None:
+    """Not those that the template shows."""
+    options = {"tool_call_parser": "mistral", "reasoning_parser": "none", "enable_auto_tool_choice": True}
+    with start_server(**tiny_options(calling_llama), **options, api_keys=[KEY]) as server, server.client() as client:
+        server.wait_until_ready()
+        says = '<think>Hm.</think>[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 2}'
+        message = ask(client, says, tools=[WEATHER]).choices[0].message
+        assert message.content == "<think>Hm.</think>"
+        (call,) = message.tool_calls
+        assert (len(call.id), call.function.arguments) == (9, '{"city": "Rome", "days": 2}')
+        assert ask(client, CALL, tools=[WEATHER]).choices[0].message.content == CALL
+        assert server.stop() == 0
