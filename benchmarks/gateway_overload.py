@@ -108,7 +108,7 @@ class Arm:
 
     # What the dispatcher asks about engines.
 
-    def total(self, model: str) -> float:
+    def total(self, model: str, *, besides: Collection[str] = ()) -> float:
         return sum(math.inf if each.limit is None else each.limit for each in self.credits)
 
     def free(self, model: str, *, patient: bool, besides: Collection[str] = ()) -> float:

@@ -28,7 +28,7 @@ class Places:
         self.crowded = False
         self.demanded = 0
 
-    def total(self, model: str) -> float:
+    def total(self, model: str, *, besides: Collection[str] = ()) -> float:
         return self.places
 
     def free(self, model: str, *, patient: bool, besides: Collection[str] = ()) -> float:

@@ -153,6 +153,22 @@ def test_nobody_who_comes_takes_the_place_that_one_waits_for_whose_engine_failed
     assert (waits.state, late.state) == ("granted", "waiting")
 
 
+def test_who_waits_for_another_engine_is_let_go_when_there_is_none_any_more() -> None:
+    config, fleet, capacity = make_gateway({"m": "ab"}, "ab", max_in_flight=1)
+    dispatcher = make_dispatcher(["m"], config, capacity)
+    sent(dispatcher, fleet.engines["a"], "m", "batch").end("fault")
+    sent(dispatcher, fleet.engines["b"], "m", "batch")
+    now = time.monotonic()
+    waits = Waiter(
+        model="m", class_name="batch", arrived=now, on_grant=lambda: None, on_refuse=lambda _: None, was_granted=True
+    )
+    dispatcher.offer_again(waits, ["a"], now)
+    assert waits.state == "waiting"
+    fleet.engines["b"].health.probed("refused")
+    dispatcher.tick(time.monotonic())
+    assert waits.state == "granted"  # what becomes of it, is the relay's to say
+
+
 def test_what_is_on_its_way_to_other_engines_takes_no_place_here() -> None:
     config, _, capacity = make_gateway({"x": "a", "y": "b"}, "ab", max_in_flight=2)
     first, second = make_dispatcher(["x"], config, capacity), make_dispatcher(["y"], config, capacity)

@@ -42,8 +42,8 @@ class FleetCapacity:
         for name, credit in self.credits.items():
             fleet.engines[name].credits = credit.limit
 
-    def total(self, model: str) -> float:
-        return sum(self._places(engine) for engine in self._askable(model))
+    def total(self, model: str, *, besides: Collection[str] = ()) -> float:
+        return sum(self._places(engine) for engine in self._askable(model) if engine.name not in besides)
 
     def free(self, model: str, *, patient: bool, besides: Collection[str] = ()) -> float:
         free = sum(

@@ -29,8 +29,9 @@ _SPARE: Final = 64
 class Capacity(Protocol):
     """What the engines of a model take."""
 
-    def total(self, model: str) -> float:
-        """Requests that they may have at once; infinite where nothing limits them."""
+    def total(self, model: str, *, besides: Collection[str] = ()) -> float:
+        """Requests that they may have at once; infinite where nothing limits them. `besides`: engines, by their names,
+        that do not count."""
         ...
 
     def free(self, model: str, *, patient: bool, besides: Collection[str] = ()) -> float:
@@ -166,7 +167,10 @@ class Dispatcher:
         )  # fmt: skip
 
     def _may_go_again(self, waiter: Waiter, besides: Collection[str]) -> bool:
-        return self._capacity.free(waiter.model, patient=False, besides=besides) >= 1
+        model = waiter.model
+        if self._capacity.free(model, patient=False, besides=besides) >= 1:
+            return True
+        return not self._capacity.total(model, besides=besides)  # there is nobody to wait for
 
     def _may_go(self, name: str, model: str) -> bool:
         if self._capacity.free(model, patient=RANK[name] > 0) < 1:
