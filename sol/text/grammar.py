@@ -11,6 +11,7 @@ Grammars come from strangers. What one may take is bounded: its text, the symbol
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -18,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
 from sol.errors import RequestError
@@ -48,6 +50,11 @@ _JSON: Final[JsonCompileOptions] = {
     "coerce_one_of": False,
 }
 _IRREVOCABLE: Final = re.compile(r"^[ \t]*[?!]*\w+[ \t]*\[[^\n]*?\b(max_tokens|stop)[ \t]*=", re.MULTILINE)
+_MULTIPLE: Final = re.compile(r'"multipleOf"\s*:\s*([0-9]{1,400}(?:\.[0-9]{1,400})?(?:[eE][+-]?[0-9]{1,9})?)')
+_MAX_MULTIPLE: Final = 50_000
+"""What finds multiples has a state for each remainder, and llguidance makes all of them before any limit counts: a
+number of seven digits takes seconds, one of nine the machine's memory. Two numbers come to their least common multiple,
+whole or not."""
 _NUM_THREADS: Final = 2
 """Of a compiler: one that takes long does not hold up all others."""
 _MAX_GRAMMAR_SIZE: Final = 100_000
@@ -140,6 +147,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         began = time.thread_time()
+        _check_multiples(grammar)
         try:
             source = _source(grammar)
         except Exception as error:  # the converter of GBNF raises what it likes
@@ -202,6 +210,25 @@ class _Vocabulary:
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _check_multiples(grammar: Grammar) -> None:
+    """Of JSON Schemas, and of those inside other grammars, where letters may be written as escapes."""
+    text = grammar.text
+    if grammar.kind != "json_schema":
+        text = re.sub(r"\\u00([0-9a-fA-F]{2})", lambda found: chr(int(found[1], 16)), text)
+    common = 1
+    for written in set(_MULTIPLE.findall(text)):
+        number = Decimal(written).normalize()
+        _, digits, exponent = number.as_tuple()
+        assert isinstance(exponent, int)
+        whole = int("".join(map(str, digits))) * 10 ** min(max(exponent, 0), 9)
+        common = math.lcm(common, whole or 1)
+        if common > _MAX_MULTIPLE:
+            raise _refused(
+                grammar,
+                f"its multipleOf ({written:.40}) is too large, alone or with others: {_MAX_MULTIPLE} is the most",
+            )
 
 
 def _source(grammar: Grammar) -> str:
