@@ -137,9 +137,7 @@ async def test_the_official_clients_retry_after_a_time_out_of_its_own_ends_the_f
                 await asyncio.sleep(0.001)
 
         watching = asyncio.create_task(watch())
-        async with openai.AsyncOpenAI(
-            base_url=it.server.url + "/v1", api_key="x", timeout=0.5, max_retries=2
-        ) as client:
+        async with openai.AsyncOpenAI(base_url=it.server.url + "/v1", api_key="x", timeout=2, max_retries=2) as client:
             answer = await client.completions.create(model="m", prompt="The water", max_tokens=6)
         watching.cancel()
         assert answer.usage is not None
@@ -169,7 +167,7 @@ async def test_what_clients_do_wrong_never_opens_the_breaker() -> None:
                 "/v1/completions", json={**LONG, "stream": False}, headers={"x-request-timeout": "0.01"}
             )
             assert hurried.status_code == 504
-            with contextlib.suppress(httpx.ReadTimeout):
+            with contextlib.suppress(httpx.TimeoutException):
                 await it.http.post("/v1/completions", json={**LONG, "stream": False}, timeout=0.03)
         assert (it.engine("a").breaker.num_opened, it.engine("a").health.is_well) == (0, True)
         assert (await it.http.post("/v1/completions", json=COMPLETION)).status_code == 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import httpx
@@ -112,13 +111,12 @@ async def test_a_full_queue_says_when_to_come_back() -> None:
 async def test_a_deadline_ends_the_wait_and_no_engine_works_for_it(promised: bool) -> None:
     sla = {"levels": [{"class": "realtime", "deadline": 0.2}]} if promised else {}
     async with running(engine=ONE, laws=SLOW, sla=sla) as it:
-        first = await started(it, max_tokens=60)
-        begin = time.monotonic()
+        first = await started(it, max_tokens=300)
         headers = {"x-sol-class": "realtime"} | ({} if promised else {"x-request-timeout": "0.2"})
         refused = await it.http.post("/v1/completions", json=COMPLETION, headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (504, "deadline_exceeded")
         assert "retry-after" in refused.headers
-        assert time.monotonic() - begin < 0.5
+        assert not first.done()  # it was not waited for
         assert (await first).status_code == 200
         assert len(it.records()) == 1
 

@@ -41,7 +41,7 @@ _REFUSALS: Final = frozenset({429, 503})
 _MAX_USAGE_BYTES: Final = 2**20
 _LAST_WORD_SECONDS: Final = 2.0
 _USAGE_SECONDS: Final = 1.0
-_USAGE_PAUSES: Final = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+_USAGE_PAUSES: Final = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.3)
 """Between questions for the usage of what was given up: an engine needs a moment to see that it was."""
 _keys: Final = random.Random()  # noqa: S311  (seeded by the system; nothing is kept secret by it)
 _JSON: Final = (b"content-type", b"application/json")

@@ -115,7 +115,11 @@ async def test_redis_that_goes_and_comes_in_mid_run_is_noticed_by_nobody(fail: s
             redis_server.thaw()
             await more(seen, 30)
         assert set(seen) == {200}
-        assert not stage._open
+
+        async def settled() -> bool:
+            return not stage._open
+
+        await until(settled)  # clients have their last byte before that
         total = stage.totals["acme", "file", "simulated"]
         assert total.requests == len(seen) == len(engine.service.records)
         assert total.prompt_tokens + total.completion_tokens == TOKENS * len(seen)
