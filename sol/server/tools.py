@@ -15,6 +15,7 @@ from sol.server.state import ServedModel
 from sol.server.structured import check_grammar
 from sol.server.tool_fields import FunctionDefinition, ToolChoice
 from sol.text.answer_format import AnswerFormat
+from sol.text.tools.forms import required_calls
 from sol.text.tools.parsers import ForcedArgumentsParser, ForcedCallsParser, MistralParser, ToolParser
 from sol.text.tools.schemas import arguments_schema, calls_schema
 
@@ -57,18 +58,20 @@ class Tools:
             case "named":
                 return ForcedArgumentsParser(self.choice.name)
             case "required":
-                return ForcedCallsParser(names)
+                return ForcedCallsParser(names) if answers.required is None else answers.required(names)
             case "auto":
                 return answers.tool_parser(names)
         return None
 
-    def grammar(self) -> Grammar | None:
-        """What a forced call must match. Raises `RequestError` without a path, see `check_forced`."""
+    def grammar(self, answers: AnswerFormat) -> Grammar | None:
+        """What a forced call must match. Raises `RequestError` for what is too large."""
         if self.choice.mode == "named":
             (function,) = (one for one in self.functions if one.name == self.choice.name)
             return Grammar.json_schema(arguments_schema(function.parameters), param="tools")
         if self.choice.mode == "required":
             parameters = {function.name: function.parameters for function in self.functions}
+            if answers.required is not None:
+                return required_calls(answers.required, parameters, answers.marker_ids, parallel=self.parallel)
             return Grammar.json_schema(calls_schema(parameters, parallel=self.parallel), param="tools")
         return None
 
@@ -128,7 +131,7 @@ async def forced_grammar(
 ) -> Grammar | None:
     """The grammar of a request: that of its forced call, or the `other` one that its fields ask for. Raises
     `RequestError` for both at once, and for a tool whose schema cannot be held to, which it names."""
-    grammar = None if tools is None else tools.grammar()
+    grammar = None if tools is None else tools.grammar(model.answers)
     if tools is None or grammar is None:
         return other
     if other is not None:

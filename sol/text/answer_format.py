@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -38,10 +38,20 @@ class AnswerFormat:
     """The chat template tells the model of its tools."""
     auto_tool_choice: bool = True
     """The model may choose to call one."""
-    kept_ids: frozenset[int] = field(default_factory=frozenset)
-    """Special tokens that are markers, which the parsers have to see."""
-    close_id: int | None = None
-    """The token that ends reasoning, if it is a special one."""
+    marker_ids: Mapping[str, int] = field(default_factory=dict)
+    """Markers that are special tokens."""
+    required: type[ToolParser] | None = None
+    """In whose form the model can be made to call; None: in a list of calls that no model was trained on."""
+
+    @property
+    def kept_ids(self) -> frozenset[int]:
+        """Special tokens that the parsers have to see."""
+        return frozenset(self.marker_ids.values())
+
+    @property
+    def close_id(self) -> int | None:
+        """The token that ends reasoning, if it is a special one."""
+        return self.marker_ids.get(CLOSE)
 
     @classmethod
     def of(
@@ -56,11 +66,13 @@ class AnswerFormat:
         source = "" if template is None else template.source
         tools = _shown_tools(source) if tool_parser == AUTO else TOOL_PARSERS.get(tool_parser)
         reasoning = _shown_reasoning(source) if reasoning_parser == AUTO else REASONING_PARSERS.get(reasoning_parser)
-        markers = {marker.encode() for parser in (tools, reasoning) if parser is not None for marker in parser.markers}
-        kept = frozenset(i for i in tokenizer.special_ids if tokenizer.token_bytes(i) in markers)
-        close_id = next((i for i in kept if tokenizer.token_bytes(i) == CLOSE.encode()), None)
+        markers = {marker.encode(): marker for parser in (tools, reasoning) if parser for marker in parser.markers}
+        special = {tokenizer.token_bytes(i): i for i in tokenizer.special_ids}
+        marker_ids = {marker: special[text] for text, marker in markers.items() if text in special}
         shows_tools = _READS_TOOLS.search(source) is not None
-        return cls(tools, reasoning, shows_tools, auto_tool_choice, kept, close_id)
+        # Mistral's newer form has another place for the name.
+        known = shows_tools and tools is not None and "[ARGS]" not in source
+        return cls(tools, reasoning, shows_tools, auto_tool_choice, marker_ids, tools if known else None)
 
     def parser(
         self,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Final
+from typing import Any, Final
 
 from sol.grammar import Grammar
 from sol.text.grammar import WHITESPACE
 from sol.text.reasoning import CLOSE
 
+ANSWER: Final = "start: answer\nanswer:"
+"""How grammars in Lark begin that can be put behind reasoning; what follows is the rule of `answer`."""
 _WHITE: Final = r"/[ \t\r\n]{0,8}/"
 
 
@@ -20,14 +22,13 @@ def after_reasoning(grammar: Grammar, close_id: int | None) -> Grammar | None:
     """
     match grammar.kind:
         case "json_schema":
-            schema = json.loads(grammar.text)
-            if isinstance(schema, dict):
-                schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE})
-            answer = f"%json {json.dumps(schema, ensure_ascii=False)}"
+            answer = json_rule(json.loads(grammar.text))
         case "regex":
             answer = f"/{_escaped(grammar.text)}/"
         case "choice":
             answer = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
+        case "lark" if grammar.text.startswith(ANSWER):
+            answer = grammar.text.removeprefix(ANSWER)
         case _:
             return None
     if close_id is None:
@@ -35,6 +36,13 @@ def after_reasoning(grammar: Grammar, close_id: int | None) -> Grammar | None:
     else:
         start = f"thinking <[{close_id}]> {_WHITE} answer\nthinking: /(?s:.*)/"
     return Grammar.lark(f"start: {start}\nanswer: {answer}\n")
+
+
+def json_rule(schema: Any) -> str:
+    """What JSON Schema allows, as part of a grammar in Lark."""
+    if isinstance(schema, dict):
+        schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema}
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 
 def _escaped(pattern: str) -> str:

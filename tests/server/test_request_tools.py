@@ -39,7 +39,7 @@ def make(answers: AnswerFormat, choice: ToolChoice | None = None, parallel: bool
 def test_choices(choice: ToolChoice | None, parser: type[Any], has_grammar: bool) -> None:
     tools = make(CALLING, choice)
     assert type(tools.parser(CALLING)) is parser
-    assert (tools.grammar() is not None) == has_grammar
+    assert (tools.grammar(CALLING) is not None) == has_grammar
     assert (tools.for_template() is None) == (choice == ToolChoice("none"))
     assert (tools.max_calls, make(CALLING, choice, parallel=False).max_calls) == (None, 1)
 
