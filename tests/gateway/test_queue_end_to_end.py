@@ -35,6 +35,7 @@ async def test_a_class_comes_from_the_header_the_tier_the_priority_or_the_key() 
         asked: list[tuple[str | None, dict[str, Any], str]] = [
             (None, {}, "interactive"), (None, {"service_tier": "default"}, "interactive"),
             (None, {"service_tier": "priority"}, "realtime"), (None, {"service_tier": "flex"}, "batch"),
+            (None, {"service_tier": "fast"}, "realtime"), (None, {"service_tier": "scale"}, "interactive"),
             (None, {"priority": -1}, "realtime"), (None, {"priority": 3}, "batch"),
             (None, {"priority": 10}, "best_effort"), (None, {"priority": 0}, "interactive"),
             ("batch", {"service_tier": "priority", "priority": -5}, "batch"),

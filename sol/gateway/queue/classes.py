@@ -13,8 +13,11 @@ from sol.gateway.queue.config import CLASSES, RANK, ClassesConfig
 
 HEADER: Final = "x-sol-class"
 _TIERS: Final[Mapping[str, str | None]] = {
-    "auto": None, "default": None, "priority": "realtime", "flex": "batch",
+    "auto": None, "default": None, "scale": None, "priority": "realtime", "fast": "realtime", "flex": "batch",
 }  # fmt: skip
+"""OpenAI's values, all of them."""
+_ORDINARY: Final = ("auto", "default")
+"""What engines understand as well."""
 _PATIENT: Final = 10
 """`priority` from which on a request is best_effort."""
 
@@ -66,7 +69,7 @@ class ClassifyStage:
             if not isinstance(tier, str) or tier not in _TIERS:
                 raise RequestError(f"service_tier must be one of {', '.join(_TIERS)}, not {tier!r:.80}",
                                    param="service_tier")  # fmt: skip
-            if _TIERS[tier] is not None and call.model not in self._keep_tier:
+            if tier not in _ORDINARY and call.model not in self._keep_tier:
                 dropped.append("service_tier")
         if priority is not None:
             if not isinstance(priority, int) or isinstance(priority, bool):
