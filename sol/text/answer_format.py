@@ -29,7 +29,7 @@ _READS_TOOLS: Final = re.compile(r"\{[%{][^}]*\btools\b")
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """`tool_parser` and `reasoning_parser` are names of the tables above, or `auto`, or `none`."""
+    """Of one model; the same for all of its answers."""
 
     tools: type[ToolParser] | None = None
     """None: a call that the model was not made to make is not recognised."""
@@ -63,6 +63,7 @@ class AnswerFormat:
         reasoning_parser: str = AUTO,
         auto_tool_choice: bool = True,
     ) -> AnswerFormat:
+        """`tool_parser` and `reasoning_parser` are names of the tables above, or `auto`, or `none`."""
         source = "" if template is None else template.source
         tools = _shown_tools(source) if tool_parser == AUTO else TOOL_PARSERS.get(tool_parser)
         reasoning = _shown_reasoning(source) if reasoning_parser == AUTO else REASONING_PARSERS.get(reasoning_parser)
