@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 from typing import Any
 
@@ -243,3 +244,9 @@ def test_a_compiler_that_is_closed_lets_go_of_what_waits(monkeypatch: pytest.Mon
     grammars.close()
     assert [future.cancelled() for future in futures[2:]] == [True] * 3
     go.set()
+
+
+def test_without_llguidance_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match=r"pip install 'sol-inference\[serve\]'"):
+        compiler().compile(NUMBER)
