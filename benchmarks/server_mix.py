@@ -345,9 +345,9 @@ def main() -> int:
     args.clients = args.clients or (40 if args.quick else 200)
     args.seconds = args.seconds or (20.0 if args.quick else 300.0)
     report = Report("server_mix", args.quick)
-    # 64 places for 200 clients, so that there is always a queue, and blocks for about half of those.
+    # 64 places for 200 clients, so that there is always a queue, and blocks for about a third of those.
     options = ["--max-model-len", "512", "--max-num-seqs", "64"]
-    options += ["--kv-cache-memory-bytes", str(3 * 2**19)] if args.model is None else []
+    options += ["--kv-cache-memory-bytes", str(2**20)] if args.model is None else []
     with tiny_server(*options, model=args.model) as served:
         asyncio.run(run(served, args, report))
     return report.finish(args.json)

@@ -65,7 +65,8 @@ class Grammar:
     @classmethod
     def choice(cls, texts: Sequence[str], *, param: str = "grammar") -> Grammar:
         """One of these texts."""
-        if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
+        is_list = isinstance(texts, Sequence) and not isinstance(texts, (str, bytes))
+        if not is_list or not texts or not all(isinstance(text, str) and text for text in texts):
             raise RequestError(f"{param} must be a list of strings, and neither it nor they may be empty", param=param)
         return cls("choice", _checked(json.dumps(list(texts), ensure_ascii=False), param))
 
