@@ -159,6 +159,8 @@ def _masks(report: Report, llm: LLM, cases: Sequence[Case], quick: bool) -> None
             SamplingRow(SamplingParams(grammar=grammar), 0, 0, [], [], list(tokenizer.eos_token_ids), state)
             for grammar, state in zip(grammars, states, strict=False)
         ]
+        for state in states:
+            state.after([])  # compiled before a clock runs
         for place in range(60):
             following = []
             for row, text in zip(batch, texts, strict=False):
