@@ -78,7 +78,7 @@ def test_a_busy_port_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None
         holder.listen()
         port = holder.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
-    assert re.fullmatch(rf"sol: error: port {port} is in use .*--port\n", capsys.readouterr().err)
+    assert re.fullmatch(rf"sol: error: port {port} is in use .*, or choose another\n", capsys.readouterr().err)
 
 
 def test_a_model_that_is_not_there_ends_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
