@@ -159,7 +159,7 @@ def choice_fields(choice: dict[str, Any]) -> list[tuple[Channel, dict[str, Any],
     if not isinstance(holder, dict):
         return [(TEXT, choice, "text")] if isinstance(choice.get("text"), str) else []
     content = holder.get("content")
-    if len(holder) == 1 and isinstance(content, str):  # nearly all chunks
+    if len(holder) == 1 and isinstance(content, str) and "text" not in choice:  # nearly all chunks
         return [(CONTENT, holder, "content")]
     found = [(Channel(name), holder, name) for name in CHOICE_TEXTS if isinstance(holder.get(name), str)]
     if isinstance(choice.get("text"), str):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 
+from sol.gateway.filters.chunks import data_of, decode, decode_plain, is_empty, to_json, with_choices
 from sol.gateway.filters.fields import CONTENT, TEXT, Channel, choice_fields
 from sol.gateway.filters.rules import Failed, Hit, RuleSet
 from sol.gateway.filters.window import Window, apply, redactions
@@ -21,29 +22,7 @@ Report = Callable[[Hit, str], None]
 """Told of what is found, and in which field."""
 
 
-class _PlainDelta(msgspec.Struct, forbid_unknown_fields=True):
-    content: str
-
-
-class _PlainChoice(msgspec.Struct):
-    index: int = 0
-    delta: _PlainDelta | None = None
-    text: str | None = None
-    message: None = None
-    finish_reason: str | None = None
-
-
-class _PlainChunk(msgspec.Struct):
-    """What nearly all chunks are: one choice, and one text. Of anything else, decoding fails."""
-
-    choices: Annotated[list[_PlainChoice], msgspec.Meta(min_length=1, max_length=1)]
-
-
-_decode_plain: Final = msgspec.json.Decoder(_PlainChunk).decode
-_decode: Final = msgspec.json.Decoder().decode
-_encode: Final = msgspec.json.Encoder().encode
 _EVENT_END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 CONTENT_FILTER: Final = "content_filter"
 MAX_EVENT_BYTES: Final = 8 * 2**20
 """Of one server-sent event; what has no end must not fill the memory."""
@@ -82,7 +61,7 @@ class AnswerFilter:
         if not data.strip():
             return data
         try:
-            body = _decode(data)
+            body = decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             self._rules.unreadable("the answer is not JSON")
             return data
@@ -93,7 +72,7 @@ class AnswerFilter:
         for place, choice in enumerate(choices):
             if isinstance(choice, dict):
                 changed |= self._choice(choice, f"choices[{choice.get('index', place)}]")
-        return _json(body) if changed else data
+        return to_json(body) if changed else data
 
     def finish(self) -> bytes:
         return b""
@@ -138,7 +117,7 @@ class AnswerFilter:
 
 def _cut_short(call: Any) -> bool:
     try:
-        _decode(call["function"]["arguments"].encode())
+        decode(call["function"]["arguments"].encode())
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
         return True
     return False
@@ -194,7 +173,7 @@ class StreamFilter:
         return (self._event(rest) if rest else b"") + self._flush()
 
     def _event(self, event: bytes) -> bytes:
-        data = _data(event)
+        data = data_of(event)
         if data is None:
             return event
         if data == b"[DONE]":
@@ -203,7 +182,7 @@ class StreamFilter:
         if passed is not None:
             return passed
         try:
-            chunk = _decode(data)
+            chunk = decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             self._rules.unreadable("a chunk of the answer is not JSON")
             return event
@@ -229,19 +208,19 @@ class StreamFilter:
                 changed = True
             elif self._pass(index, state, choice, before):
                 changed = True
-                if not _is_empty(choice):
+                if not is_empty(choice):
                     kept.append(choice)
             else:
                 kept.append(choice)
         if changed:
-            event = _with_choices(event, chunk, kept)
+            event = with_choices(event, chunk, kept)
         return b"".join([*before, event])
 
     def _plain(self, event: bytes, data: bytes) -> bytes | None:
         """What becomes of a chunk with one text that goes on where the one before ended; None: it is another one, and
         nothing was done."""
         try:
-            choice = _decode_plain(data).choices[0]
+            choice = decode_plain(data).choices[0]
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             return None
         delta = choice.delta
@@ -259,12 +238,12 @@ class StreamFilter:
         released, rejected = self._release(choice.index, state, channel, text, final=False)
         if released == text and not rejected:
             return event
-        chunk = _decode(data)
+        chunk = decode(data)
         whole = chunk["choices"][0]
         (whole if delta is None else whole["delta"])[channel.name] = released
         if rejected:
             self._cut(whole, keep=channel)
-        return _with_choices(event, chunk, [] if _is_empty(whole) else [whole])
+        return with_choices(event, chunk, [] if is_empty(whole) else [whole])
 
     def _pass(self, index: int, state: _Choice, choice: dict[str, Any], before: list[bytes]) -> bool:
         """Takes the choice's texts through their windows; whether it changed. `before`: gets chunks to send first."""
@@ -369,54 +348,11 @@ class StreamFilter:
         last = self._last_chunk
         envelope = {
             name: value
-            for name, value in (_decode(last) if isinstance(last, bytes) else last).items()
+            for name, value in (decode(last) if isinstance(last, bytes) else last).items()
             if name != "usage"
         }
-        return b"data: %b\n\n" % _json({**envelope, "choices": [choice]})
-
-
-def _with_choices(event: bytes, chunk: dict[str, Any], choices: list[Any]) -> bytes:
-    """The event with other choices; empty if it says nothing any more."""
-    if not choices and not chunk.get("usage"):
-        return b""
-    return _framed(event, _json({**chunk, "choices": choices}))
+        return b"data: %b\n\n" % to_json({**envelope, "choices": [choice]})
 
 
 def _name(channel: Channel) -> str:
     return channel.name if channel.tool < 0 else f"tool_calls[{channel.tool}].arguments"
-
-
-def _is_empty(choice: dict[str, Any]) -> bool:
-    """Whether a chunk's choice says nothing, so that clients need not see it."""
-    if choice.get("finish_reason") is not None:
-        return False
-    if choice.get("text") == "":
-        return True
-    delta = choice.get("delta")
-    return isinstance(delta, dict) and not delta.get("content") and all(value in ("", None) for value in delta.values())
-
-
-def _data(event: bytes) -> bytes | None:
-    """What the `data` lines of an event say, without its comments and names."""
-    if event.startswith(b"data: ") and event.endswith(b"\n\n") and event.count(b"\n") == 2:
-        return event[6:-2]
-    lines = [line for line in _LINE_END.split(event) if line.startswith(b"data")]
-    values = [line[5:].removeprefix(b" ") for line in lines if line[4:5] in (b":", b"")]
-    return b"\n".join(values).strip() if values else None
-
-
-def _framed(event: bytes, data: bytes) -> bytes:
-    """The event with other data; what else it says stays."""
-    if event.startswith(b"data: ") and event.count(b"\n") == 2:
-        return b"data: %b\n\n" % data
-    others = [line for line in _LINE_END.split(event) if line and not line.startswith(b"data")]
-    return b"".join(line + b"\n" for line in others) + b"data: %b\n\n" % data
-
-
-def _json(value: Any) -> bytes:
-    """JSON without the characters that some clients take for the end of a line."""
-    data = _encode(value)
-    if b"\xe2\x80" in data or b"\xc2\x85" in data:
-        data = data.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
-        data = data.replace(b"\xc2\x85", b"\\u0085")
-    return data

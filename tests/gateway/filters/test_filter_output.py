@@ -315,3 +315,24 @@ def test_whole_answers_are_watched_as_well() -> None:
         ("noted", "flag", "choices[2].content"),
         ("trial", "shadow_reject", "choices[2].content"),
     ]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"text": "fine", "message": {"role": "assistant", "content": "a secret"}},
+        {"delta": {"content": "fine", "reasoning_content": "a secret"}},
+        {"delta": {"content": "fine"}, "text": "a secret"},
+        {"delta": {"content": "fine", "tool_calls": [{"index": 0, "function": {"arguments": "a secret"}}]}},
+        {"index": None, "delta": {"content": "a secret"}},
+        {"index": True, "text": "a secret"},
+    ],
+)
+def test_a_text_beside_the_usual_one_is_looked_at(choice: dict[str, Any]) -> None:
+    """Chunks of the usual form are read by a shorter way, which must not be taken for others."""
+    filters = Filters([WordsRule(kind="words", name="w", words=("secret",), direction="output")])
+    output = filters.output(make_call(chat("hi", stream=True)))
+    assert output is not None
+    sent = output.feed(event({"id": "x", "choices": [choice]})) + output.finish()
+    assert b"secret" not in sent
+    assert filters.counts.decisions
