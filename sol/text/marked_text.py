@@ -13,6 +13,8 @@ class Piece(NamedTuple):
     """Ready to be shown: what comes later cannot change it."""
     rest: str | None
     """What stands behind the marker; None while it has not come."""
+    white: str = ""
+    """White space before the marker, which is not in `text`."""
 
 
 class TextUntil:
@@ -36,8 +38,8 @@ class TextUntil:
         index = text.find(self._marker)
         if index >= 0:
             shown = self._show(text[:index])
-            self._white = []
-            return Piece(shown, text[index + len(self._marker) :])
+            white, self._white = "".join(self._white), []
+            return Piece(shown, text[index + len(self._marker) :], white)
         length = overlap(text, self._marker)
         if length:
             text, self._partial = text[:-length], text[-length:]

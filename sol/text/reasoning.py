@@ -57,7 +57,7 @@ class ReasoningParser:
             text = self._decide(body)
         if self._until is None:
             return Split("", self._content(text))
-        reasoning, rest = self._until.feed(text)
+        reasoning, rest, _ = self._until.feed(text)
         if rest is None:
             return Split(reasoning, "")
         self._until, self._strip = None, True

@@ -82,6 +82,9 @@ def test_arguments_alone() -> None:
     [
         ("hermes", "A plain answer with <tool and </tool_call>, {\"name\": \"weather\"}.\n"),
         ("hermes", "<tool_call>weather</tool_call>"),
+        ("hermes", "So:\n <tool_call>\n{} \n<tool_call> <tool_call>"),
+        ("mistral", "So:\n [TOOL_CALLS] weather \n[TOOL_CALLS] [{}] [TOOL_CALLS]"),
+        ("llama3_json", "So:\n <|python_tag|> 5 <|python_tag|>{}"),
         ("hermes", '<tool_call> {"name": "rain", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "weather", "arguments": "Paris"}'),
         ("hermes", '<tool_call>{"name": "weather", "name": "weather", "arguments": {}}'),

@@ -41,6 +41,8 @@ class ToolParser(ABC):
         self._scanner: CallScanner | None = None
         self._held = ""
         """What stands before a call: content if it turns out to be none."""
+        self._marker = ""
+        """The marker that came last, and the white space before it."""
 
     def feed(self, text: str) -> list[Part]:
         while text:
@@ -74,12 +76,13 @@ class ToolParser(ABC):
         self._held = ""
 
         def state(text: str) -> str:
-            shown, rest = until.feed(text)
-            self._content(shown)
-            if rest is None:
+            piece = until.feed(text)
+            self._content(piece.text)
+            if piece.rest is None:
                 return ""
-            self._until, self._held, self._state = None, marker, found
-            return rest
+            self._until, self._state = None, found
+            self._marker = self._held = piece.white + marker
+            return piece.rest
 
         self._state = state
 
@@ -269,8 +272,8 @@ class MistralParser(_ArrayParser):
 
     def _head(self, text: str) -> str:
         """Behind the marker: an array, an object, or a name and what precedes its arguments."""
-        marker = self.markers[0]
-        head = self._held.removeprefix(marker) + text
+        marker = self._marker
+        head = self._held[len(marker) :] + text
         body = head.lstrip(WHITE)
         white = len(head) - len(body)
         if body[:1] == "[" and white <= _LONGEST_HEAD:
