@@ -203,9 +203,9 @@ def test_what_cannot_be_had_is_refused_before_anything_is_generated(
 def test_an_expression_that_becomes_too_much_on_the_way_ends_its_request_alone(tiny_server: Server) -> None:
     """It compiles, and is too much for llguidance's limits once the model writes."""
     for stream in (False, True):
-        fields = {"guided_regex": "(a?){3000}a{3000}", "max_tokens": 400, "stream": stream}
+        fields = {"guided_regex": "(a?){3000}a{3000}", "max_tokens": 400, "stream": stream, "temperature": 0}
         response = tiny_server.post("/v1/completions", prompt="a", **fields)
-        assert response.status_code == 400, response.text
+        assert response.status_code in ((200, 400) if stream else (400,)), response.text  # its first token may be out
         assert "the grammar cannot be followed any further" in response.text
     assert complete(tiny_server, guided_choice=["one"])["text"] == "one"
 
