@@ -277,3 +277,26 @@ def test_headers_that_are_none_are_refused_by_the_configuration(name: str, value
     assert len(value) < 2 or value not in refused.value.message
     with pytest.raises(ConfigError, match="api_key"):
         make_config({**data, "engines": [{"name": "a", "url": "http://127.0.0.1:1", "api_key": "secret\n"}]})
+
+
+async def test_a_server_that_has_closed_one_old_connection_is_asked_again_on_a_new_one() -> None:
+    """Several idle connections of a server that was restarted: whoever asks again does not get the next of them."""
+
+    async def once(head: bytes, writer: asyncio.StreamWriter) -> None:
+        if writer in answered:
+            writer.close()
+            raise ConnectionError
+        answered.add(writer)
+        together.set() if len(answered) >= 3 else None
+        await together.wait()
+        writer.write(OK)
+
+    answered: set[asyncio.StreamWriter] = set()
+    together = asyncio.Event()
+    async with serving(once) as server, upstreams() as all_of_them:
+        origin = all_of_them.origin(f"http://127.0.0.1:{server.port}")
+        await asyncio.gather(*(ask(origin) for _ in range(3)))
+        with pytest.raises(LostError):
+            await ask(origin)
+        assert await ask(origin) == (200, b"ok")
+        assert server.num_connections == 4

@@ -100,10 +100,15 @@ class Origin:
         Raises `UnreachableError`, or `LostError` and `MalformedError` where the request may have been seen.
         """
         loop = asyncio.get_running_loop()
-        connection = self._take(loop.time()) or await self._connect(loop)
+        kept = self._take(loop.time())
+        connection = kept or await self._connect(loop)
         response = connection.send(b"%b%bcontent-length: %d\r\n\r\n" % (opening, lines, len(body)), body)
         try:
             await response.head()
+        except LostError:
+            if kept is not None:
+                self._drop_idle()  # a server that has closed one is closing the others: who asks again gets a new one
+            raise
         except BaseException:
             response.close()
             raise
@@ -121,7 +126,7 @@ class Origin:
             try:
                 return await _whole(kept.send(head, b""), max_bytes)
             except LostError:
-                pass
+                self._drop_idle()
         return await _whole((await self._connect(loop)).send(head, b""), max_bytes)
 
     async def close(self) -> None:
@@ -185,6 +190,11 @@ class Origin:
             self._finishing.discard(connection)
         if self._idle or self._finishing:
             self._now()
+
+    def _drop_idle(self) -> None:
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.abort()
 
     def _take(self, now: float) -> Connection | None:
         """The one that was used last: those that a burst has opened grow old."""

@@ -140,9 +140,9 @@ async def test_two_hundred_clients_of_three_replicas_take_the_limit_and_no_more(
     """Reserve more than is used, settle, and come again until refused: in the end the limit is used, to the token."""
     limit = Limit("tenant t", tokens=20_000)
     async with (
-        failover(redis_server, timeout=5) as one,
-        failover(redis_server, timeout=5) as two,
-        failover(redis_server, timeout=5) as three,
+        failover(redis_server, timeout=60) as one,
+        failover(redis_server, timeout=60) as two,
+        failover(redis_server, timeout=60) as three,
     ):
         used = 0
         refused_wrongly = []
