@@ -30,7 +30,7 @@ from sol.speculation.propose.suffix import SuffixProposer
 
 LOOKUP_CALL, LOOKUP_ROW, LOOKUP_TOKEN = 5e-6, 8e-6, 3e-6
 """Seconds of a lookup drafter: a call, a request, and a token that is new to it since it was last asked."""
-CONTROLLER_STEP, CONTROLLER_ROW, CONTROLLER_DRAFT = 40e-6, 1e-6, 7e-6
+CONTROLLER_STEP, CONTROLLER_ROW, CONTROLLER_DRAFT = 40e-6, 1e-6, 8e-6
 """Seconds of what decides and learns: a step, a request that decodes, and one that has drafts at hand"""
 FIXED_STEP, FIXED_ROW = 20e-6, 1.9e-6
 """The same of a fixed setting, which does nothing but keep the books"""
