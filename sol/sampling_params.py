@@ -80,7 +80,8 @@ class SamplingParams:
         self._require("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1")
         self._require("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2")
         self._require("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2")
-        self._require("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "greater than 0 (1 is off)")
+        # A logit divided by less could be more than float32 holds.
+        self._require("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "0.01 to 100 (1 is off)")
         self._require("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer")
         self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
         limit = math.inf if self.max_tokens is None else self.max_tokens

@@ -146,7 +146,7 @@ RANGES: Final[Mapping[str, Schema]] = {
     "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
+    "repetition_penalty": {"minimum": 0.01, "maximum": 100},
     "min_tokens": {"minimum": 0},
     "max_tokens": {"minimum": 0},
     "max_completion_tokens": {"minimum": 1},
