@@ -234,7 +234,9 @@ async def test_what_had_come_before_the_death_is_not_lost() -> None:
     async with serving(lambda: client) as engine:
         stream = engine.generate(make_request("a", [1], max_tokens=None))
         before = await anext(stream)
-        await asyncio.sleep(0.05)
+        messages: list[EngineStats] = []
+        engine.add_stats_listener(messages.append)
+        await until(lambda: len(messages) > 4)
         os.kill(client.pid, signal.SIGKILL)
         await until(lambda: engine.dead is not None)
         rest = await anext(stream)
