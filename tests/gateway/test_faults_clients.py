@@ -142,7 +142,7 @@ async def test_the_official_clients_retry_after_a_time_out_of_its_own_ends_the_f
         watching.cancel()
         assert answer.usage is not None
         await it.settled(2)
-        assert most == 1
+        assert most <= 1
         assert it.engines[0].service.num_received == 2
         # It says how long it waits, so the gateway may give up first.
         assert sorted(outcome.status for _, outcome in it.outcomes) in ([200, 499], [200, 504])

@@ -25,6 +25,7 @@ _RARELY: Final = 30.0
 """Seconds between probes of an endpoint of which nothing is known: it may be far away, and count them."""
 _MAX_METRICS_BYTES: Final = 8 * 2**20
 _MAX_HEALTH_BYTES: Final = 2**16
+_random: Final = random.Random()  # noqa: S311  (others' sequences are left alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Prober:
             except Exception:  # whatever it was, an engine that nobody watches would be worse
                 logger.exception("probing the engine %s failed", engine.name)
             # Not all engines of all gateways in the same moment.
-            await asyncio.sleep(interval * random.uniform(0.9, 1.1))  # noqa: S311
+            await asyncio.sleep(interval * _random.uniform(0.9, 1.1))
 
     async def _probe(self, origin: Origin, target: _Target, question: bytes) -> None:
         engine, path = target.engine, target.health_path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import os
 import socket
 import ssl
@@ -211,7 +212,8 @@ class Origin:
                 made = await aiohappyeyeballs.start_connection(
                     await self._resolve(loop), happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS, interleave=1, loop=loop
                 )
-                made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                with contextlib.suppress(OSError):  # it is gone already: the first that is written finds out
+                    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 _, connection = await loop.create_connection(
                     lambda: Connection(self),
                     sock=made,
