@@ -155,7 +155,7 @@ def test_what_schemathesis_makes_of_the_document(case: schemathesis.Case[Any], s
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @many.parametrize()
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 def test_much_of_what_schemathesis_makes_of_the_document(case: schemathesis.Case[Any], short_server: Server) -> None:
     check(case, short_server)
 
