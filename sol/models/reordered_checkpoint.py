@@ -7,30 +7,23 @@ that is the same for both: here the first halves of all pairs come first, those 
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from sol.models.config import ModelConfig
 from sol.ops.weights import Dense, GGUFBlocks, Int4Group, Int8Channel, Stored
 
+if TYPE_CHECKING:
+    from sol.models.checkpoint import Checkpoint
+
 _FUSED: Final = (".self_attn.qkv_proj.weight", ".self_attn.qkv_proj.bias")
-
-
-class _Readable(Protocol):
-    def names(self) -> frozenset[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def stored_nbytes(self, name: str) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    def load(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor: ...
-    def stored(self, name: str) -> Stored: ...
 
 
 class ReorderedCheckpoint:
     """Implements `sol.models.checkpoint.Checkpoint` for a model with `rotary_dim` and fused projections."""
 
-    def __init__(self, checkpoint: _Readable, config: ModelConfig) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
         assert config.rotary_dim is not None
         assert config.fused_projections
         self._checkpoint = checkpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
@@ -12,19 +12,12 @@ from sol.ops.dequantize import dequantize
 from sol.ops.weights import Dense, Stored
 from sol.quantization.rounding import GROUP_SIZE, int4_group, int8_channel
 
+if TYPE_CHECKING:
+    from sol.models.checkpoint import Checkpoint
+
 _INT8_ALWAYS: Final = ("model.embed_tokens.weight", "lm_head.weight", ".gate.weight")
 """Ends of names; the last one is a router's: who computes hangs on it, and it is small."""
 """Embedding and head lose most by four bits, and every token pays for it."""
-
-
-class _Readable(Protocol):
-    def names(self) -> frozenset[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def stored_nbytes(self, name: str) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    def load(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor: ...
-    def stored(self, name: str) -> Stored: ...
 
 
 class RequantizedCheckpoint:
@@ -34,7 +27,7 @@ class RequantizedCheckpoint:
     head and routers int8. Norms and biases stay as they are.
     """
 
-    def __init__(self, checkpoint: _Readable, quantization: Literal["int8", "int4"]) -> None:
+    def __init__(self, checkpoint: Checkpoint, quantization: Literal["int8", "int4"]) -> None:
         self._checkpoint = checkpoint
         self._quantization = quantization
 
